@@ -1,0 +1,69 @@
+# hooklab: `make lab` opens the course, `make test` runs every test. Both set up what they need.
+# Without make (Windows): `uv run jupyter lab notebooks/00_start_here.ipynb` and `uv run pytest`.
+SHELL := /bin/sh
+PYTHON ?= python3
+# uv from the PATH when it is recent enough, else a private copy under .tools/.
+UV := $(shell uv --version 2>/dev/null | awk '{split($$2, v, "."); if (v[1] > 0 || v[2] >= 5) print "uv"}')
+ifeq ($(UV),)
+UV := .tools/bin/uv
+UV_NEEDED := $(UV)
+endif
+READY := .venv/.hooklab-ready
+RUN := $(UV) run --quiet
+# One process per core, four at the most: each holds a kernel with PyTorch loaded.
+PYTEST := $(RUN) pytest -n auto --maxprocesses 4
+FIRST_NOTEBOOK := notebooks/00_start_here.ipynb
+
+.PHONY: help lab test test-portable refresh lint format bench screenshots clean
+help:
+	@echo "make lab            open the course in JupyterLab"
+	@echo "make test           run every test: the package, the notebooks, the browser"
+	@echo "make test-portable  run the notebooks with other threads and vector instructions, then three times more"
+	@echo "make refresh        run every notebook again and store its outputs in normal form"
+	@echo "make lint           check style (make format mends it)"
+	@echo "make bench          measure speed against the budgets"
+
+.tools/bin/uv:
+	@echo "hooklab: installing uv into .tools/ (once, a few seconds) ..."
+	@{ $(PYTHON) -m venv .tools && .tools/bin/python -m pip install -q uv; } >/dev/null 2>&1 \
+	  || { $(PYTHON) -m pip install -q --target .tools/lib uv && mkdir -p .tools/bin && ln -sf ../lib/bin/uv .tools/bin/uv; } >/dev/null 2>&1 \
+	  || { rm -rf .tools; echo "hooklab: $(PYTHON) can neither make an environment (venv) nor install (pip), or there is no network."; \
+	       echo "         Install uv by hand, no root needed: https://docs.astral.sh/uv/ , then run make again."; exit 1; }
+
+$(READY): pyproject.toml $(wildcard hooklab/labextension/* hooklab/labextension/*/*) | $(UV_NEEDED)
+	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (once, some minutes; about 5 GB on Linux) ..."
+	@$(UV) sync --quiet
+	@touch $@
+
+# Root must say --allow-root; where no browser can open, JupyterLab prints the address instead.
+lab: $(READY)
+	@flags=""; [ "$$(id -u)" != 0 ] || flags="--allow-root"; \
+	if [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY$$BROWSER" ]; then \
+	  flags="$$flags --no-browser"; echo "hooklab: no screen here; open the address that JupyterLab prints below."; fi; \
+	exec $(RUN) jupyter lab $$flags $(FIRST_NOTEBOOK)
+
+test: $(READY)
+	@$(PYTEST)
+
+# ATEN_CPU_CAPABILITY=default switches vector instructions off; HOOKLAB_THREADS is what lesson.start() uses.
+test-portable: $(READY)
+	@for capability in default native; do for threads in 1 2; do \
+	  echo "hooklab: notebooks with $$capability instructions, $$threads thread(s)"; \
+	  if [ $$capability = default ]; then export ATEN_CPU_CAPABILITY=default; else unset ATEN_CPU_CAPABILITY; fi; \
+	  HOOKLAB_THREADS=$$threads OMP_NUM_THREADS=$$threads $(PYTEST) -q notebooks || exit 1; done; done
+	@for round in 1 2 3; do echo "hooklab: notebooks as they are, round $$round of 3"; $(PYTEST) -q notebooks || exit 1; done
+
+refresh: $(READY)
+	@$(RUN) python tests/refresh.py
+
+lint: $(READY)
+	@$(RUN) ruff check && $(RUN) ruff format --check
+
+format: $(READY)
+	@$(RUN) ruff check --fix; $(RUN) ruff format
+
+bench: $(READY)
+	@for file in tests/benchmarks/bench_*.py; do $(RUN) python $$file || exit 1; done
+
+clean:
+	rm -rf .venv .tools .pytest_cache .ruff_cache tests/screenshots

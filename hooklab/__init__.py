@@ -1,0 +1,19 @@
+"""hooklab: a course on PyTorch hooks, and the small package it teaches with."""
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "this Python has no PyTorch, so it is not hooklab's environment. "
+        "Run `make lab` (or `uv run jupyter lab`) in hooklab's folder.\n"
+        "当前 Python 里没有 PyTorch，说明它不是 hooklab 的环境。"
+        "请在 hooklab 目录下运行 `make lab`（或 `uv run jupyter lab`）。"
+    ) from None
+
+from hooklab import draw
+from hooklab.exercises import check
+from hooklab.tensors import clip, scale, watch, zero
+
+__all__ = ["check", "clip", "draw", "scale", "watch", "zero"]

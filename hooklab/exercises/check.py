@@ -1,0 +1,191 @@
+"""Checks that tell a learner whether an answer behaves as it should, and if not, where to look.
+
+Write your own: copy one of the files beside this one, for example `n00_start_here.py`. A check is
+
+- `examine(answer)`: calls the answer on fresh inputs and `refuse`s what is wrong. Each refusal has a
+  name of its own and says in both languages what was seen and where to look, never the answer;
+- `solution`: the reference, which must pass;
+- `wrong`: answers that people really give, each under the name of the refusal that it must meet.
+
+`tests/test_checks.py` proves the last two for every check. In a notebook:
+
+    >>> from hooklab import check
+    >>> check.exercise("00.A", lambda grad: ...)
+    还没有作答。把 `...` 换成你的代码，再运行这一格。
+    Not attempted yet. Replace `...` with your code, then run this cell again.
+"""
+
+import dis
+import importlib
+import linecache
+import pkgutil
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import FunctionType
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from hooklab._agree import agree, shown
+from hooklab._message import Message
+
+__all__ = ["Exercise", "Prediction", "Refused", "exercise", "expect_like", "predict", "refuse"]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise: how to examine an answer, the reference, and wrong answers by the name of their refusal."""
+
+    id: str
+    examine: Callable[[Any], None]
+    solution: Any
+    wrong: dict[str, Any] = field(repr=False)
+    zh: str  # said when the answer passes
+    en: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A prediction: the explanation that follows it, right or wrong. What is right is the learner's own run."""
+
+    id: str
+    zh: str
+    en: str
+
+
+class Refused(Exception):
+    """An answer was refused; `message` says why in both languages."""
+
+    def __init__(self, reason: str, zh: str, en: str):
+        super().__init__(en)
+        self.message = Message("wrong", f"还不对。{zh}", f"Not yet. {en}", reason)
+
+
+def refuse(reason: str, *, zh: str, en: str) -> Never:
+    """End the examination: the answer is wrong, for this reason."""
+    raise Refused(reason, zh, en)
+
+
+def exercise(which: str | Exercise, answer: Any) -> Message:
+    """Check an `answer` to exercise `which` ("11.A", or an `Exercise` of your own).
+
+    Returns:
+        A `Message` in both languages: right, wrong with the reason, or not attempted yet.
+
+    Raises:
+        KeyError: no exercise has this id.
+    """
+    task = which if isinstance(which, Exercise) else _find(which, Exercise)
+    if _untouched(answer):
+        return Message(
+            "todo",
+            "还没有作答。把 `...` 换成你的代码，再运行这一格。",
+            "Not attempted yet. Replace `...` with your code, then run this cell again.",
+        )
+    try:
+        # The learner's random numbers and warning filters stay as they are.
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+            task.examine(answer)
+    except Refused as refused:
+        return refused.message
+    except Exception as error:
+        return _raised(answer, error)
+    return Message("right", f"对了。{task.zh}", f"Right. {task.en}")
+
+
+def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
+    """Compare a `guess` made before a run with what `actual`ly happened, and explain.
+
+    Numbers and tensors agree within 1 %; words regardless of case; a set regardless of order.
+
+    Args:
+        which: the prediction's id, such as "11.1", or a `Prediction` of your own.
+        guess: what the learner expected; None means not attempted yet (guess "None" for None).
+        actual: the value that the learner's own run has produced.
+
+    Raises:
+        KeyError: no prediction has this id.
+    """
+    question = which if isinstance(which, Prediction) else _find(which, Prediction)
+    if guess is None or guess is ...:
+        return Message(
+            "todo",
+            "还没有预测。先把 `guess = None` 里的 `None` 换成你的猜测，再往下运行。",
+            "Not attempted yet. Replace `None` in `guess = None` with what you expect, then run on.",
+        )
+    if agree(guess, actual):
+        return Message("right", f"猜对了。{question.zh}", f"As you said. {question.en}")
+    return Message(
+        "wrong",
+        f"你猜的是 `{shown(guess)}`，实际是 `{shown(actual)}`。{question.zh}",
+        f"You said `{shown(guess)}`; it is `{shown(actual)}`. {question.en}",
+        "other",
+    )
+
+
+def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
+    """Refuse `got` unless it is a tensor with the shape and values of `want`."""
+    if not isinstance(got, Tensor):
+        refuse(
+            "wrong_type",
+            zh=f"{what_zh}应当是张量，得到的是 `{type(got).__name__}`。",
+            en=f"{what_en} should be a tensor; found `{type(got).__name__}`.",
+        )
+    if got.shape != want.shape:
+        found, expected = tuple(got.shape), tuple(want.shape)
+        refuse(
+            "wrong_shape",
+            zh=f"{what_zh}的形状应当是 `{expected}`，得到的是 `{found}`。",
+            en=f"{what_en} should have shape `{expected}`; found `{found}`.",
+        )
+    if not torch.allclose(got.detach().to(want.dtype), want, rtol=1e-4, atol=1e-6, equal_nan=True):
+        refuse(
+            "wrong_values",
+            zh=f"形状没错，但{what_zh}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",
+            en=f"The shape is right, the values of {what_en} are not. Print them for a small tensor you can do by hand.",
+        )
+
+
+def _untouched(answer: Any) -> bool:
+    if answer is None or answer is ...:
+        return True
+    if not isinstance(answer, FunctionType):
+        return False
+    # `def f(x): ...` does nothing but return a constant None (or the dots of a lambda).
+    steps = [step for step in dis.get_instructions(answer) if step.opname not in ("RESUME", "NOP")]
+    returns_constant = all(step.opname.startswith(("LOAD_CONST", "RETURN_")) for step in steps)
+    return returns_constant and all(step.argval in (None, ...) for step in steps)
+
+
+def _raised(answer: Any, error: Exception) -> Message:
+    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip(": ")
+    own_file = getattr(getattr(answer, "__code__", None), "co_filename", None)
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_file]
+    source = linecache.getline(own_file, lines[-1].lineno).strip() if lines else ""
+    return Message(
+        "wrong",
+        f"还不对。你的代码抛出了异常：`{said}`" + (f"\n出错的一行：`{source}`" if source else ""),
+        f"Not yet. Your code raised `{said}`" + (f"\nThe line: `{source}`" if source else ""),
+        "raised",
+    )
+
+
+def _find(wanted: str, kind: type) -> Any:
+    found = {item.id: item for item in _all_checks() if isinstance(item, kind)}
+    if wanted in found:
+        return found[wanted]
+    close = get_close_matches(str(wanted), found, cutoff=0.3) or list(found)
+    raise KeyError(f"no {kind.__name__.lower()} has the id {wanted!r}; close: {', '.join(close)}")
+
+
+def _all_checks() -> list[Exercise | Prediction]:
+    """Every check in the files of this folder that are named after a notebook: n00_…, n11_…"""
+    package = importlib.import_module("hooklab.exercises")
+    names = sorted(
+        module.name for module in pkgutil.iter_modules(package.__path__) if module.name.startswith("n")
+    )
+    return [item for name in names for item in importlib.import_module(f"hooklab.exercises.{name}").CHECKS]

@@ -1,0 +1,346 @@
+"""Checks of notebook 11: reading gradients."""
+
+import gc
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+
+# ---- 11.A: the gradient of any tensor, without touching a .grad ----
+
+
+def gradient_of(loss, tensor):
+    return torch.autograd.grad(loss, tensor)[0]
+
+
+def examine_gradient_of(answer):
+    x = torch.randn(2, 3, requires_grad=True)
+    hidden = x * 2
+    got = answer((hidden**3).sum(), hidden)
+    if isinstance(got, tuple | list):
+        refuse(
+            "tuple",
+            zh=f"返回的是长度为 {len(got)} 的 `{type(got).__name__}`。`torch.autograd.grad` 给每个输入各返回一个梯度，这里只要一个张量。",
+            en=f"Found a `{type(got).__name__}` of {len(got)}. `torch.autograd.grad` returns one gradient per input; "
+            "here a single tensor is wanted.",
+        )
+    if got is None:
+        refuse(
+            "got_none",
+            zh="得到的是 `None`。`tensor` 不是叶子，反向传播之后它的 `.grad` 里什么也没有。",
+            en="Found `None`. `tensor` is not a leaf: after backward its `.grad` holds nothing.",
+        )
+    if x.grad is not None:
+        refuse(
+            "filled_grad",
+            zh="梯度是对的，但模型叶子的 `.grad` 也被填上了，下一次 `optimizer.step()` 会用到它。有一个函数只求值，不往 `.grad` 里存。",
+            en="The gradient is there, but the leaf's `.grad` was filled as well, and the next `optimizer.step()` would "
+            "use it. There is a function that computes without storing.",
+        )
+    if isinstance(got, Tensor) and got.requires_grad:
+        refuse(
+            "attached",
+            zh="返回的梯度自己还带着计算图，会让整张图一直占着内存。这里不需要再对它求导。",
+            en="The gradient carries a graph of its own, which keeps the whole computation in memory. Nobody "
+            "differentiates it again here.",
+        )
+    expect_like(got, 3 * hidden.detach() ** 2, "梯度", "the gradient")
+
+
+def filled_grad(loss, tensor):
+    tensor.retain_grad()
+    loss.backward()
+    return tensor.grad
+
+
+def got_none(loss, tensor):
+    loss.backward()
+    return tensor.grad if tensor.is_leaf else None
+
+
+GRADIENT_OF = Exercise(
+    "11.A",
+    examine_gradient_of,
+    gradient_of,
+    {
+        "tuple": lambda loss, tensor: torch.autograd.grad(loss, tensor),
+        "filled_grad": filled_grad,
+        "got_none": got_none,
+        "attached": lambda loss, tensor: torch.autograd.grad(loss, tensor, create_graph=True)[0],
+        "wrong_values": lambda loss, tensor: torch.ones_like(tensor),
+        "wrong_shape": lambda loss, tensor: torch.autograd.grad(loss, tensor)[0].mean(),
+    },
+    zh="只求了想要的梯度，没有碰任何 `.grad`。",
+    en="Just the gradient that was asked for, and no `.grad` was touched.",
+)
+
+# ---- 11.B: a list into which every gradient of a tensor is copied ----
+
+
+def record(tensor):
+    gradients = []
+    tensor.register_hook(lambda grad: gradients.append(grad.detach().clone()))
+    return gradients
+
+
+def examine_record(answer):
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = x * 2
+    gradients = answer(y)
+    if not isinstance(gradients, list):
+        refuse(
+            "not_a_list",
+            zh=f"应当返回一个列表，得到的是 `{type(gradients).__name__}`。",
+            en=f"Return a list; found `{type(gradients).__name__}`.",
+        )
+    (y * 3).sum().backward(retain_graph=True)
+    (y * 5).sum().backward()
+    _examine_recorded(gradients)
+    if x.grad.tolist() != [16.0, 16.0]:
+        refuse(
+            "changed",
+            zh=f"记录的同时改掉了梯度：`x.grad` 应为 `[16.0, 16.0]`，现在是 `{x.grad.tolist()}`。钩子只要返回非 `None` 的值，就会顶替梯度。",
+            en=f"Recording has changed the gradient: `x.grad` should be `[16.0, 16.0]`, it is `{x.grad.tolist()}`. "
+            "Whatever a hook returns, other than `None`, replaces the gradient.",
+        )
+    _examine_copy(answer)
+    _examine_freed(answer)
+
+
+def _examine_recorded(gradients):
+    if not gradients:
+        refuse(
+            "nothing_recorded",
+            zh="反向传播跑了两遍，列表还是空的。在函数里给一个名字赋值，得到的是新的局部变量；往列表里添加就不会。",
+            en="Backward ran twice and the list is still empty. Assigning to a name inside a function makes a new local "
+            "variable; adding to a list does not.",
+        )
+    if any(not isinstance(gradient, Tensor) for gradient in gradients):
+        refuse(
+            "read_dot_grad",
+            zh="记下来的是 `None`。钩子触发时梯度还在路上，`.grad` 里什么也没有；要记的是传给钩子的那个参数。",
+            en="What was recorded is `None`. When the hook fires the gradient is still on its way and `.grad` is empty; "
+            "record the argument that the hook is given.",
+        )
+    if len(gradients) != 2:
+        refuse(
+            "only_last",
+            zh=f"反向传播跑了两遍，列表里却有 {len(gradients)} 项。",
+            en=f"Backward ran twice, but the list has {len(gradients)} entries.",
+        )
+    expect_like(
+        torch.stack(gradients), torch.tensor([[3.0, 3.0], [5.0, 5.0]]), "记下的梯度", "what was recorded"
+    )
+
+
+def _examine_copy(answer):
+    y = torch.ones(2, requires_grad=True) * 2
+    gradients = answer(y)
+    y.register_hook(lambda grad: grad.mul_(100))  # a careless neighbour
+    (y * torch.tensor([3.0, 4.0])).sum().backward()
+    if gradients[0].tolist() != [3.0, 4.0]:
+        refuse(
+            "not_a_copy",
+            zh="后面的钩子原地改了梯度，你记下的值也跟着变了：你存的不是副本，而是同一块内存。",
+            en="A later hook edited the gradient in place and your record changed with it: you kept the same memory, "
+            "not a copy.",
+        )
+
+
+def _examine_freed(answer):
+    y = torch.ones(2, requires_grad=True) * 2
+    alive = weakref.ref(y)
+    gradients = answer(y)
+    (y * 3).sum().backward()
+    del y, gradients
+    gc.collect()
+    if alive() is not None:
+        refuse(
+            "never_freed",
+            zh="张量用完之后没有被释放。钩子引用了它所挂的张量，两者互相拉住，连 `gc.collect()` 也收不走。",
+            en="The tensor is never freed. The hook refers to the tensor that it hangs on, so each keeps the other; not "
+            "even `gc.collect()` can help.",
+        )
+
+
+def nothing_recorded(tensor):
+    gradients = []
+
+    def hook(grad):
+        gradients = [grad.clone()]  # noqa: F841
+
+    tensor.register_hook(hook)
+    return gradients
+
+
+def only_last(tensor):
+    gradients = []
+
+    def hook(grad):
+        gradients[:] = [grad.clone()]
+
+    tensor.register_hook(hook)
+    return gradients
+
+
+def read_dot_grad(tensor):
+    gradients = []
+    tensor.register_hook(
+        lambda grad: gradients.append(None if tensor.is_leaf else tensor.__dict__.get("grad"))
+    )
+    return gradients
+
+
+def changed(tensor):
+    gradients, first = [], {}
+
+    def hook(grad):
+        gradients.append(grad.clone())
+        return first.setdefault("grad", grad)
+
+    tensor.register_hook(hook)
+    return gradients
+
+
+def not_a_copy(tensor):
+    gradients = []
+    tensor.register_hook(lambda grad: gradients.append(grad))
+    return gradients
+
+
+def never_freed(tensor):
+    gradients = []
+
+    def hook(grad):
+        assert grad.shape == tensor.shape
+        gradients.append(grad.clone())
+
+    tensor.register_hook(hook)
+    return gradients
+
+
+RECORD = Exercise(
+    "11.B",
+    examine_record,
+    record,
+    {
+        "nothing_recorded": nothing_recorded,
+        "only_last": only_last,
+        "read_dot_grad": read_dot_grad,
+        "changed": changed,
+        "not_a_copy": not_a_copy,
+        "never_freed": never_freed,
+        "not_a_list": lambda tensor: tensor.register_hook(lambda grad: None),
+    },
+    zh="每一次都记下了副本，梯度没有改动，张量也能照常释放。这正是 `watch` 的核心。",
+    en="A copy of every gradient, nothing changed, and the tensor can be freed. This is the heart of `watch`.",
+)
+
+# ---- 11.C: which parameters did backward not reach? ----
+
+
+def without_gradient(model):
+    return [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
+
+
+class _HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.forgotten, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.dead = nn.Parameter(torch.ones(2))  # reached, with a gradient that is exactly zero
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.used(x)) + self.dead * 0
+
+
+def examine_without_gradient(answer):
+    model = _HalfUsed()
+    model(torch.randn(4, 2)).sum().backward()
+    got = answer(model)
+    if not isinstance(got, list | tuple | set) or any(not isinstance(name, str) for name in got):
+        refuse(
+            "not_names",
+            zh="应当返回参数名（字符串）的列表，例如 `['fc.weight', 'fc.bias']`。",
+            en="Return a list of parameter names (strings), such as `['fc.weight', 'fc.bias']`.",
+        )
+    if any(name.startswith("used") for name in got):
+        refuse(
+            "data_grad",
+            zh="连确实收到梯度的参数也列了进来。`param.data` 每次都是一个新张量，它的 `.grad` 永远是 `None`。",
+            en="Parameters that did get a gradient are listed too. `param.data` is a new tensor each time, and its "
+            "`.grad` is always `None`.",
+        )
+    if "dead" in got:
+        refuse(
+            "zero_counted",
+            zh="`dead` 收到了梯度，只是恰好为零。“梯度是零”和“没有梯度”是两回事。",
+            en="`dead` did receive a gradient, which happens to be zero. 'The gradient is zero' and 'there is no "
+            "gradient' are two different things.",
+        )
+    if any(name.startswith("frozen") for name in got):
+        refuse(
+            "frozen_counted",
+            zh="被冻结的参数（`requires_grad=False`）本来就不该有梯度，列出来会掩盖真正的问题。",
+            en="Frozen parameters (`requires_grad=False`) are not meant to have a gradient; listing them hides the real "
+            "problem.",
+        )
+    if set(got) != {"forgotten.weight", "forgotten.bias"}:
+        refuse(
+            "missed",
+            zh=f"`forgotten` 层的两个参数没有收到梯度，应当都列出来；得到的是 `{sorted(got)}`。",
+            en=f"Both parameters of `forgotten` got no gradient and should be listed; found `{sorted(got)}`.",
+        )
+
+
+def named(model, is_listed):
+    return [name for name, param in model.named_parameters() if is_listed(param)]
+
+
+WITHOUT_GRADIENT = Exercise(
+    "11.C",
+    examine_without_gradient,
+    without_gradient,
+    {
+        "data_grad": lambda model: named(model, lambda param: param.data.grad is None),
+        "zero_counted": lambda model: named(model, lambda param: param.grad is None or not param.grad.any()),
+        "frozen_counted": lambda model: named(model, lambda param: param.grad is None),
+        "missed": lambda model: [name for name in without_gradient(model) if name.endswith("weight")],
+        "not_names": lambda model: [param for param in model.parameters() if param.grad is None],
+        "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
+    },
+    zh="训练不动的参数，先用这三行查一遍。",
+    en="When a parameter does not train, these three lines are the first thing to run.",
+)
+
+CHECKS = [
+    Prediction(
+        "11.1",
+        zh="反向传播只往叶子张量的 `.grad` 里存。`z` 和 `o` 是算出来的，梯度流过它们，但没有留下。",
+        en="Backward stores into the `.grad` of leaf tensors only. `z` and `o` were computed: their gradients passed "
+        "through and were not kept.",
+    ),
+    Prediction(
+        "11.2",
+        zh="除法的结果是算出来的，不再是叶子；真正的叶子是那个没有名字的 `torch.ones(3)`。把 `scaled` 交给优化器会直接报错。",
+        en="The result of a division is computed, so it is no leaf; the real leaf is the `torch.ones(3)` that has no "
+        "name any more. An optimizer refuses `scaled`.",
+    ),
+    Prediction(
+        "11.3",
+        zh="函数里写了 `latest = grad`，却声明的是另一个名字，于是 `latest` 成了局部变量，模块级的那个一直是 0.0。",
+        en="The function assigns `latest` but declares another name as global, so its `latest` is a local variable and "
+        "the module's own stays 0.0.",
+    ),
+    Prediction(
+        "11.4",
+        zh="字典的键是每次注册的编号，不是函数本身：注册两次就触发两次。取下一个句柄，只少一次。",
+        en="The dictionary's keys are numbers, one per registration, not the functions: registered twice, it fires "
+        "twice. Removing one handle takes off one.",
+    ),
+    GRADIENT_OF,
+    RECORD,
+    WITHOUT_GRADIENT,
+]

@@ -1,0 +1,144 @@
+"""The set-up cell of every notebook, and the check of this machine.
+
+`python -m hooklab.lesson` says in both languages what is missing and how to get it.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from hooklab import _graphviz
+from hooklab._message import Message
+
+__all__ = ["check_environment", "start"]
+
+OLDEST_TORCH = (2, 11)
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def start() -> None:
+    """Make what the cells print the same on every machine. Prints nothing; calling it again is harmless.
+
+    Two threads (or HOOKLAB_THREADS), four decimals, one-line warnings without a path, figures of one size.
+
+    Raises:
+        RuntimeError: PyTorch is older than the course needs, or HOOKLAB_THREADS is no positive number.
+    """
+    if _torch_version() < OLDEST_TORCH:
+        raise RuntimeError(_old_torch()[1])
+    torch.set_num_threads(_threads())
+    torch.set_printoptions(precision=4, sci_mode=False, linewidth=100)
+    warnings.formatwarning = _one_line
+    warnings.filterwarnings("default", module="__main__")  # once for each line of a cell
+    _set_figures()
+
+
+def check_environment() -> Message:
+    """Is this machine ready for the course? Everything that is missing, and how to get it, in both languages."""
+    problems = [
+        problem for problem in (_old_torch(), _no_graphviz(), _other_python(), _no_switch()) if problem
+    ]
+    if not problems:
+        return Message("right", "环境就绪：可以开始了。", "Your machine is ready: go ahead.")
+    zh, en = (
+        "\n".join(f"{number}. {text}" for number, text in enumerate(half, 1))
+        for half in zip(*problems, strict=True)
+    )
+    return Message(
+        "wrong", f"还差 {len(problems)} 项：\n{zh}", f"To be mended: {len(problems)}.\n{en}", "environment"
+    )
+
+
+def _old_torch() -> tuple[str, str] | None:
+    if _torch_version() >= OLDEST_TORCH:
+        return None
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return (
+        f"PyTorch 版本过旧：当前是 {torch.__version__}，本课程需要 {oldest} 或更新。请在 hooklab 目录下运行 `uv sync`。",
+        f"PyTorch is too old: found {torch.__version__}, needed {oldest} or newer. Run `uv sync` in hooklab's folder.",
+    )
+
+
+def _no_graphviz() -> tuple[str, str] | None:
+    if _graphviz.available():
+        return None
+    return (
+        "没有画计算图的工具：既没有 `dot`，也没有 pygraphviz。"
+        "请运行 `uv sync` 或 `pip install pygraphviz`；在此之前，计算图以文字显示。",
+        "Nothing here can draw a graph: neither `dot` nor pygraphviz is installed. Run `uv sync` or "
+        "`pip install pygraphviz`; until then graphs are shown as text.",
+    )
+
+
+def _other_python() -> tuple[str, str] | None:
+    expected = Path(os.environ.get("UV_PROJECT_ENVIRONMENT") or ".venv")
+    expected = expected if expected.is_absolute() else ROOT / expected
+    if not expected.is_dir() or Path(sys.prefix).resolve() == expected.resolve():
+        return None  # installed another way (conda, Binder), or the right one
+    return (
+        f"这个内核不在课程的环境里：它用的是 `{sys.prefix}`，课程的环境在 `{expected}`。"
+        "请用 `make lab` 启动，再从菜单 Kernel → Change Kernel 选择 Python 3 (ipykernel)。",
+        f"This kernel is outside the course's environment: it runs in `{sys.prefix}`, the environment is `{expected}`. "
+        "Start with `make lab`, then choose Python 3 (ipykernel) under Kernel → Change Kernel.",
+    )
+
+
+def _no_switch() -> tuple[str, str] | None:
+    # Where JupyterLab looks: jupyter_core knows, and every kernel has it.
+    from jupyter_core.paths import jupyter_path
+
+    if any(Path(folder, "hooklab", "package.json").is_file() for folder in jupyter_path("labextensions")):
+        return None
+    return (
+        "语言切换按钮没有装上，所以中英文会同时显示。请运行 `uv sync --reinstall-package hooklab`，再刷新浏览器。",
+        "The language switch is not installed, so both languages show. "
+        "Run `uv sync --reinstall-package hooklab`, then reload the page.",
+    )
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)
+
+
+def _threads() -> int:
+    wanted = os.environ.get("HOOKLAB_THREADS", "2")
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise RuntimeError(
+            f"HOOKLAB_THREADS={wanted!r}: expected a whole number of at least 1; unset it for 2 threads"
+        )
+    return int(wanted)
+
+
+def _one_line(message: Warning | str, category: type[Warning], *place: object) -> str:
+    text = re.sub(
+        r"\s*\(Triggered internally at .*?\)", "", str(message)
+    )  # a path of PyTorch's build machine
+    return f"{category.__name__}: {text}\n"
+
+
+def _set_figures() -> None:
+    if importlib.util.find_spec("IPython") is None:
+        return
+    from IPython import get_ipython
+
+    if (
+        shell := get_ipython()
+    ) is not None:  # read when the first figure is drawn; matplotlib is not imported here
+        shell.config.InlineBackend.figure_formats = {"png"}
+        shell.config.InlineBackend.rc = {
+            "figure.figsize": (7, 3.2),
+            "figure.dpi": 110,
+            "figure.constrained_layout.use": True,
+        }
+
+
+if __name__ == "__main__":
+    found = check_environment()
+    print(found)
+    sys.exit(found.kind != "right")

@@ -1,0 +1,225 @@
+"""Part 1 of the course: look at gradients on their way through the graph, and change them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+__all__ = ["Watch", "clip", "scale", "watch", "zero"]
+
+# Autograd hands a hook None where an operation with several results had no gradient for this one
+# (`a, b = x.chunk(2)` and only `a` is used): there is nothing to record and nothing to change then.
+Hook = Callable[[Tensor | None], Tensor | None]
+
+
+class Watch(Mapping[str, Tensor]):
+    """The gradients that have arrived at the watched tensors: what `watch` returns.
+
+    A read-only mapping from name to the last gradient; a name is in it once a gradient has arrived.
+
+    Attributes:
+        history: for each name every gradient so far, oldest first.
+        order: the names in the order in which their gradients arrived.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.history: dict[str, list[Tensor]] = {name: [] for name in tensors}
+        self.order: list[str] = []
+        # Each hook holds two lists and no tensor: a tensor whose hook holds the tensor is never freed.
+        self._handles = [
+            tensor.register_hook(_recorder(name, self.history[name], self.order))
+            for name, tensor in tensors.items()
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off again; what was recorded stays. Twice is harmless."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.history.get(name):
+            return self.history[name][-1]
+        if name in self.history:
+            raise KeyError(
+                f"no gradient has arrived at {name!r} yet; run backward() on a result that uses it"
+            )
+        close = get_close_matches(str(name), self.history) or list(self.history)
+        raise KeyError(f"{name!r} is not watched; watched: {', '.join(close)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, gradients in self.history.items() if gradients)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        arrived = (f"{name}: {len(gradients)}" for name, gradients in self.history.items())
+        return f"Watch(gradients arrived at {', '.join(arrived)})"
+
+
+def watch(**tensors: Tensor) -> Watch:
+    """See the gradient of any tensor, leaf or not, without changing anything.
+
+    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again.
+
+    Args:
+        **tensors: the tensors to watch, each under the name you give it. Any shape, any device; each
+            must require a gradient.
+
+    Returns:
+        A `Watch`. `log["y"]` is the last gradient that arrived at `y`: a detached copy with the
+        shape, dtype and device of the gradient. `log.history["y"]` has all of them, `log.order` the
+        names as they arrived. A tensor's own gradient is seen as the hooks registered on it before
+        `watch` have left it.
+
+    Raises:
+        TypeError: nothing was given, or something that is not a tensor.
+        ValueError: a tensor that requires no gradient. No hook is installed then.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> y = x * 3
+        >>> with watch(x=x, y=y) as log:
+        ...     y.sum().backward()
+        >>> log["x"], log.order
+        (tensor([3., 3.]), ['y', 'x'])
+
+    Source: built on [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
+    """
+    if not tensors:
+        raise TypeError("watch() was given nothing to watch; name the tensors, for example watch(y=y)")
+    for name, tensor in tensors.items():
+        _refuse_unwatchable(name, tensor)
+    return Watch(tensors)
+
+
+def scale(factor: float) -> Hook:
+    """A hook that multiplies the gradient by `factor`.
+
+    Args:
+        factor: a real number; negative reverses the gradient, as in domain-adversarial training.
+
+    Returns:
+        A function for `Tensor.register_hook`. It returns a new tensor and never edits its argument.
+
+    Raises:
+        TypeError: `factor` is not a real number.
+        ValueError: `factor` is NaN or infinite.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> _ = x.register_hook(scale(0.5))
+        >>> x.sum().backward()
+        >>> x.grad
+        tensor([0.5000, 0.5000])
+    """
+    _refuse_non_number("scale", "factor", factor)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale(factor={factor}): expected a finite number; to stop a gradient use zero()")
+
+    def scale_hook(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad * factor
+
+    return scale_hook
+
+
+def clip(min: float | None = None, max: float | None = None) -> Hook:
+    """A hook that moves every entry of the gradient into [min, max].
+
+    Args:
+        min: the lower bound, or None for none.
+        max: the upper bound, or None for none.
+
+    Returns:
+        A function for `Tensor.register_hook`. It returns a new tensor and never edits its argument.
+        NaN entries stay NaN, as in `torch.clamp`.
+
+    Raises:
+        TypeError: a bound is not a real number, or both are missing.
+        ValueError: a bound is NaN, or `min` > `max` (`torch.clamp` would set every entry to `max`).
+
+    Example:
+        >>> x = torch.zeros(3, requires_grad=True)
+        >>> _ = x.register_hook(clip(-1, 1))
+        >>> (x * torch.tensor([-5.0, 0.5, 5.0])).sum().backward()
+        >>> x.grad
+        tensor([-1.0000,  0.5000,  1.0000])
+
+    Source: [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
+    """
+    bounds = {name: bound for name, bound in (("min", min), ("max", max)) if bound is not None}
+    if not bounds:
+        raise TypeError("clip() was given no bound; give min, max or both, for example clip(-1, 1)")
+    for name, bound in bounds.items():
+        _refuse_non_number("clip", name, bound)
+        if math.isnan(bound):
+            raise ValueError(f"clip({name}=nan): expected a number; no gradient lies within a NaN bound")
+    if len(bounds) == 2 and min > max:
+        raise ValueError(f"clip(min={min}, max={max}): min is above max; did you mean clip({max}, {min})?")
+
+    def clip_hook(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad.clamp(**bounds)
+
+    return clip_hook
+
+
+def zero() -> Hook:
+    """A hook that replaces the gradient by zeros, also where it was NaN or infinite.
+
+    Returns:
+        A function for `Tensor.register_hook`. It returns a new tensor with the shape, dtype and
+        device of its argument, and never edits its argument.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> _ = x.register_hook(zero())
+        >>> x.sum().backward()
+        >>> x.grad
+        tensor([0., 0.])
+    """
+
+    def zero_hook(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else torch.zeros_like(grad)
+
+    return zero_hook
+
+
+def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
+    def record(grad: Tensor | None) -> None:
+        if grad is not None:
+            gradients.append(grad.detach().clone())
+            order.append(name)
+
+    return record
+
+
+def _refuse_unwatchable(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        hint = ""
+        if isinstance(tensor, torch.nn.Module):
+            hint = "; of a module, watch a parameter: watch(weight=module.weight)"
+        elif isinstance(tensor, list | tuple | dict):
+            hint = "; give each tensor a name of its own: watch(a=tensors[0], b=tensors[1])"
+        raise TypeError(f"watch({name}=...): expected a tensor, found {type(tensor).__name__}{hint}")
+    if not tensor.requires_grad:
+        raise ValueError(
+            f"watch({name}=...): this tensor of shape {tuple(tensor.shape)} has requires_grad=False, so no "
+            f"gradient will reach it; call {name}.requires_grad_() before computing with it, and check that "
+            "torch.no_grad() is off"
+        )
+
+
+def _refuse_non_number(function: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        hint = f"; use {name}.item()" if isinstance(value, Tensor) and value.numel() == 1 else ""
+        raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")

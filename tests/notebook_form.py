@@ -1,0 +1,116 @@
+"""The normal form of a notebook: what `make refresh` writes and the tests demand."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+
+NOTEBOOK_METADATA = {"language_info": {"name": "python"}}
+CELL_METADATA = ("minutes", "slideshow", "sources", "tags")
+HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell with what the rules ask of it."""
+
+    node: NotebookNode
+    index: int
+
+    @property
+    def id(self) -> str:
+        return self.node.get("id", f"number {self.index}")
+
+    @property
+    def tags(self) -> list[str]:
+        return self.node.metadata.get("tags", [])
+
+    @property
+    def source(self) -> str:
+        return self.node.source
+
+    @property
+    def is_code(self) -> bool:
+        return self.node.cell_type == "code"
+
+    @property
+    def outputs(self) -> list[NotebookNode]:
+        return self.node.get("outputs", [])
+
+    @property
+    def halves(self) -> dict[str, str]:
+        """The prose in each language; empty for a heading or a picture alone."""
+        return dict(HALF.findall(self.source))
+
+
+def paths() -> list[Path]:
+    return sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def cells(notebook: NotebookNode) -> list[Cell]:
+    return [Cell(node, index) for index, node in enumerate(notebook.cells)]
+
+
+def texts(output: NotebookNode) -> list[str]:
+    """Every text in one output that a reader may see, pictures left out."""
+    if output.output_type == "stream":
+        return [output.text]
+    if output.output_type == "error":
+        return [output.evalue, *output.traceback]
+    return [data for mime, data in output.data.items() if mime.startswith("text/")]
+
+
+def pictures(cell: Cell) -> list[str]:
+    return [mime for output in cell.outputs for mime in output.get("data", {}) if mime.startswith("image/")]
+
+
+def normalise(notebook: NotebookNode) -> NotebookNode:
+    """Put `notebook` into normal form, in place: only what a reader or a test needs."""
+    notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
+    count = 0
+    for node in notebook.cells:
+        node.metadata = nbformat.from_dict({key: node.metadata[key] for key in CELL_METADATA if key in node.metadata})
+        node.source = node.source.strip("\n")
+        if node.cell_type == "code":
+            count += 1
+            node.execution_count = count
+            node.outputs = [_normal_output(output, count) for output in _merged(node.outputs)]
+    return notebook
+
+
+def written(notebook: NotebookNode) -> str:
+    return nbformat.writes(notebook, version=4).rstrip("\n") + "\n"
+
+
+def _merged(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Streams of one name as one output: how a print is cut into pieces depends on the machine."""
+    merged: list[NotebookNode] = []
+    streams: dict[str, NotebookNode] = {}
+    for output in outputs:
+        if output.output_type == "stream" and output.name in streams:
+            streams[output.name].text += output.text
+            continue
+        if output.output_type == "stream":
+            streams[output.name] = output
+        merged.append(output)
+    return merged
+
+
+def _normal_output(output: NotebookNode, count: int) -> NotebookNode:
+    if output.output_type == "error":
+        # The frames hold paths of this machine; the last line is what the text talks about.
+        output.traceback = [f"{output.ename}: {output.evalue}"]
+    if output.output_type == "execute_result":
+        output.execution_count = count
+    if "metadata" in output:
+        output.metadata = {}
+    return output

@@ -1,0 +1,68 @@
+"""`make refresh`: run every notebook, store its outputs in normal form, and rebuild notebooks/SOURCES.md.
+
+Run it twice and no byte changes. A notebook that does not run to its end is left as it was.
+`python tests/refresh.py 11` refreshes the notebooks whose names begin with 11 alone.
+"""
+
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import notebook_form
+import sources_table
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+CELL_TIMEOUT_S = 120
+
+
+def main(prefixes: list[str]) -> int:
+    chosen = [path for path in notebook_form.paths() if not prefixes or path.name.startswith(tuple(prefixes))]
+    if not chosen:
+        print(f"no notebook begins with {' or '.join(prefixes)}; see notebooks/")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        # The learner's own kernels and IPython start-up files must not decide what is stored.
+        os.environ |= {"JUPYTER_DATA_DIR": f"{folder}/data", "IPYTHONDIR": f"{folder}/ipython"}
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            failures = [line for line in pool.map(refresh, chosen) if line]
+    _replace(sources_table.PATH, sources_table.table())
+    print(*failures, sep="\n", end="\n" if failures else "")
+    return 1 if failures else 0
+
+
+def refresh(path: Path) -> str | None:
+    """Refresh one notebook; returns why it could not be."""
+    notebook = notebook_form.read(path)
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        record_timing=False,
+        extra_arguments=["--IPKernelApp.log_level=40"],
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    try:
+        client.execute()
+    except (CellExecutionError, CellTimeoutError) as error:
+        last = str(error).strip().splitlines()[-1]
+        return f"{path.name}: not refreshed; a cell without the tag raises-exception failed: {last}"
+    changed = _replace(path, notebook_form.written(notebook_form.normalise(notebook)))
+    print(f"{path.name}: {'changed' if changed else 'as it was'}")
+    return None
+
+
+def _replace(path: Path, text: str) -> bool:
+    """Write `text` unless it is there already; a reader sees the old file or the new one, never half."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(beside, path)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
