@@ -64,6 +64,7 @@ def graph(
         ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it.
 
     Example:
+        >>> import torch
         >>> x = torch.ones(3, requires_grad=True)
         >>> print(graph((x * 2).sum(), {"x": x}).facts)
         x (3) -> AccumulateGrad

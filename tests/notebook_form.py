@@ -78,7 +78,9 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
     notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
     count = 0
     for node in notebook.cells:
-        node.metadata = nbformat.from_dict({key: node.metadata[key] for key in CELL_METADATA if key in node.metadata})
+        node.metadata = nbformat.from_dict(
+            {key: node.metadata[key] for key in CELL_METADATA if key in node.metadata}
+        )
         node.source = node.source.strip("\n")
         if node.cell_type == "code":
             count += 1

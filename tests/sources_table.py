@@ -32,7 +32,11 @@ def covering_cells() -> dict[str, list[tuple[str, notebook_form.Cell]]]:
 def table() -> str:
     texts, covered = _inventory()["texts"], covering_cells()
     lines = [f"- **{name}**: {text['zh']} · {text['en']}" for name, text in texts.items()]
-    lines += ["", "| 小节 · section | 内容 · topic | 笔记本 · notebook | 代码格 · cells |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| 小节 · section | 内容 · topic | 笔记本 · notebook | 代码格 · cells |",
+        "|---|---|---|---|",
+    ]
     for entry in sorted(entries(), key=lambda entry: [int(part) for part in re.findall(r"\d+", entry["id"])]):
         ids = [entry["id"], *([entry["also"]] if "also" in entry else [])]
         cells = {cell.id: None for source in ids for _, cell in covered.get(source, [])}
@@ -40,7 +44,9 @@ def table() -> str:
         exists = (notebook_form.NOTEBOOKS / f"{stem}.ipynb").exists()
         notebook = f"[{stem}]({stem}.ipynb)" if exists else stem
         topic = entry["topic"].replace("|", "\\|")
-        lines.append(f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(f'`{cell}`' for cell in cells) or '—'} |")
+        lines.append(
+            f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(f'`{cell}`' for cell in cells) or '—'} |"
+        )
     return HEAD + "\n".join(lines) + "\n"
 
 

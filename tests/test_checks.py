@@ -1,18 +1,21 @@
 """Every check passes its own solution and refuses every wrong answer for the reason it names."""
 
-import inspect
+import html
 import re
-import warnings
 
+import notebook_form
 import pytest
 import torch
 
-from hooklab.exercises import check
-from hooklab.exercises.check import Exercise, Prediction, _all_checks
+from hooklab import check
+from hooklab.exercises.check import Exercise, Prediction, _all_checks, expect_like, refuse
 
 EXERCISES = [item for item in _all_checks() if isinstance(item, Exercise)]
 PREDICTIONS = [item for item in _all_checks() if isinstance(item, Prediction)]
 WRONG = [(item, reason) for item in EXERCISES for reason in item.wrong]
+HALVES = re.compile(
+    r'<div class="hooklab-message hooklab-\w+"><div lang="zh">(.+)</div><div lang="en">(.+)</div></div>'
+)
 
 
 def by_id(item):
@@ -26,13 +29,218 @@ def test_the_solution_passes(item):
 
 
 @pytest.mark.parametrize(("item", "reason"), WRONG, ids=by_id)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_wrong_answer_is_refused_for_its_own_reason(item, reason):
     message = check.exercise(item.id, item.wrong[reason])
     assert (message.kind, message.reason) == ("wrong", reason), message
 
 
 @pytest.mark.parametrize("item", EXERCISES, ids=by_id)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_each_wrong_answer_gets_a_message_of_its_own(item):
     assert len(item.wrong) >= 3
     messages = [check.exercise(item, answer) for answer in item.wrong.values()]
-    assert len({message.zh for message in messages}) == len({message.en for message in messages}) == len(messages)
+    assert (
+        len({message.zh for message in messages})
+        == len({message.en for message in messages})
+        == len(messages)
+    )
+
+
+@pytest.mark.parametrize("item", EXERCISES, ids=by_id)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_no_message_gives_the_answer_away(item):
+    solution = notebook_solutions()[item.id].splitlines()[-1].strip()
+    for answer in item.wrong.values():
+        assert solution not in check.exercise(item, answer).en
+
+
+def notebook_solutions():
+    """By exercise: the code of the folded solution in the notebook."""
+    solutions = {}
+    for path in notebook_form.paths():
+        asked = None
+        for cell in notebook_form.cells(notebook_form.read(path)):
+            if found := re.search(r'check\.exercise\("(.+?)"', cell.source):
+                asked = found[1]
+            if "solution" in cell.tags:
+                solutions[asked] = re.search(r"```python\n(.*?)```", cell.halves["zh"], re.DOTALL)[1]
+    return solutions
+
+
+@pytest.mark.parametrize("item", EXERCISES, ids=by_id)
+def test_the_folded_solution_in_the_notebook_passes(item):
+    code = notebook_solutions()[item.id]
+    namespace = {"torch": torch, "nn": torch.nn}
+    exec(code, namespace)
+    answer = namespace[re.match(r"def (\w+)", code)[1]]
+    assert check.exercise(item.id, answer).kind == "right"
+
+
+def test_every_check_stands_in_a_notebook():
+    code = "\n".join(
+        cell.source
+        for path in notebook_form.paths()
+        for cell in notebook_form.cells(notebook_form.read(path))
+    )
+    called = re.findall(r'check\.(?:predict|exercise)\("(.+?)"', code)
+    assert sorted(called) == sorted(item.id for item in EXERCISES + PREDICTIONS)
+
+
+# ---- messages ----
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_every_message_holds_both_languages_with_the_same_code_in_them():
+    messages = [check.predict(item, "nonsense", actual=1.0) for item in PREDICTIONS]
+    messages += [check.exercise(item, answer) for item, reason in WRONG for answer in [item.wrong[reason]]]
+    messages += [check.exercise(item, item.solution) for item in EXERCISES]
+    for message in messages:
+        zh, en = HALVES.fullmatch(message._repr_html_()).groups()
+        assert set(re.findall(r"<code>(.*?)</code>", zh)) == set(re.findall(r"<code>(.*?)</code>", en)), (
+            message
+        )
+        assert re.search(r"[\u4e00-\u9fff]", zh)
+        assert not re.search(r"[\u4e00-\u9fff]", en)
+        assert repr(message) == f"{message.zh}\n{message.en}"
+
+
+def test_a_message_shows_markup_as_text():
+    def answer(grad):
+        raise ValueError("<b>1 & 2</b>")
+
+    shown = check.exercise("00.A", answer)._repr_html_()
+    assert "<b>" not in shown
+    assert html.escape("<b>1 & 2</b>", quote=False) in shown
+
+
+# ---- answers that cannot be examined ----
+
+
+def untouched(grad): ...
+
+
+def with_a_docstring(grad):
+    """Halve it."""
+
+
+@pytest.mark.parametrize(
+    "answer", [None, ..., untouched, with_a_docstring, lambda grad: ..., lambda grad: None]
+)
+def test_an_untouched_stub_is_not_attempted(answer):
+    assert check.exercise("00.A", answer).kind == "todo"
+
+
+@pytest.mark.parametrize("answer", [lambda grad: 0, lambda grad: grad, lambda grad: print(), "text", 3])
+def test_anything_else_is_an_attempt(answer):
+    assert check.exercise("00.A", answer).kind == "wrong"
+
+
+def test_an_answer_of_the_wrong_kind_is_named():
+    message = check.exercise("00.A", torch.ones(2))
+    assert (message.reason, "`Tensor`" in message.en) == ("not_a_function", True)
+
+
+def test_an_answer_with_other_arguments_says_so():
+    assert "positional argument" in check.exercise("00.A", lambda: 1 + 1).en
+
+
+def test_an_answer_that_raises_shows_the_error_and_the_line():
+    def answer(grad):
+        half = grad / 2
+        return half.no_such_method()
+
+    message = check.exercise("00.A", answer)
+    assert message.reason == "raised"
+    assert "AttributeError" in message.en
+    assert "`return half.no_such_method()`" in message.en
+
+
+def test_a_check_can_be_interrupted():
+    def answer(grad):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check.exercise("00.A", answer)
+
+
+def test_a_check_leaves_the_random_numbers_as_they_were():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    check.exercise("11.A", lambda loss, tensor: torch.randn(2, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_check_works_where_gradients_are_switched_off():
+    with torch.no_grad():
+        assert all(check.exercise(item, item.solution).kind == "right" for item in EXERCISES)
+
+
+@pytest.mark.parametrize("wanted", ["11.Z", "", "twelve", 11])
+def test_an_unknown_id_names_the_closest(wanted):
+    with pytest.raises(KeyError, match=r"no exercise has the id .*close: .*11"):
+        check.exercise(wanted, len)
+    with pytest.raises(KeyError, match=r"no prediction has the id .*close: "):
+        check.predict(wanted, 1, actual=1)
+
+
+# ---- a check of one's own, as a teacher would write it ----
+
+
+def test_a_teacher_can_write_a_check_in_a_few_lines():
+    def examine(answer):
+        if answer == 3:
+            refuse("off_by_one", zh="少数了一个。", en="One too few.")
+        expect_like(torch.tensor(answer), torch.tensor(4), "答案", "the answer")
+
+    own = Exercise("99.A", examine, 4, {"off_by_one": 3, "wrong_values": 5}, zh="是四。", en="It is four.")
+    assert check.exercise(own, 4).en == "Right. It is four."
+    assert check.exercise(own, 3).zh == "还不对。少数了一个。"
+    assert check.exercise(own, 5).reason == "wrong_values"
+
+
+# ---- predictions ----
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "right"),
+    [
+        (2, 2, True),
+        (2.0, torch.tensor(2), True),
+        ([1, 2], torch.tensor([1.0, 2.0]), True),
+        (torch.tensor([1.0, 2.0]), [1.0, 2.0], True),
+        (0.333, torch.tensor([1 / 3]), True),
+        (0.3, 1 / 3, False),
+        ([1, 2, 3], torch.tensor([1.0, 2.0]), False),
+        (float("nan"), torch.tensor(float("nan")), True),
+        (True, True, True),
+        (True, False, False),
+        (1, True, False),
+        ("true", True, True),
+        ("None", None, True),
+        (0, None, False),
+        (" Tensor Hook ", "tensor hook", True),
+        ("hook", "tensor hook", False),
+        ({"x", "y"}, {"y", "x"}, True),
+        (["X", "y"], {"y", "x"}, True),
+        ("x, y", {"y", "x"}, True),
+        ("x", {"y", "x"}, False),
+        (3, {"y", "x"}, False),
+        (["a", "b"], ["a", "b"], True),
+        (["b", "a"], ["a", "b"], False),
+        (object(), 1.0, False),
+        ([[1], [2, 3]], 1.0, False),
+    ],
+)
+def test_a_guess_is_compared_by_its_meaning(guess, actual, right):
+    assert check.predict("11.1", guess, actual=actual).kind == ("right" if right else "wrong")
+
+
+def test_a_missing_guess_is_not_attempted_whatever_happened():
+    assert {check.predict("11.1", guess, actual=None).kind for guess in (None, ...)} == {"todo"}
+
+
+def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
+    message = check.predict("11.4", 1, actual=2)
+    assert message.en.startswith("You said `1`; it is `2`. The dictionary's keys are numbers")
+    assert message.zh.startswith("你猜的是 `1`，实际是 `2`。")

@@ -89,6 +89,13 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
     try:
         # The learner's random numbers and warning filters stay as they are.
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+            if callable(task.solution) and not callable(answer):
+                refuse(
+                    "not_a_function",
+                    zh=f"这里要交的是函数本身，得到的是 `{type(answer).__name__}`。是不是多写了一对括号，把它调用了？",
+                    en=f"The function itself is wanted; found `{type(answer).__name__}`. Was it called, with one pair of "
+                    "parentheses too many?",
+                )
             task.examine(answer)
     except Refused as refused:
         return refused.message

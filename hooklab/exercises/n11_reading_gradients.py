@@ -324,13 +324,13 @@ CHECKS = [
     ),
     Prediction(
         "11.2",
-        zh="除法的结果是算出来的，不再是叶子；真正的叶子是那个没有名字的 `torch.ones(3)`。把 `scaled` 交给优化器会直接报错。",
+        zh="除法的结果是算出来的，不再是叶子；真正的叶子是那个没有名字的 `torch.ones(3)`。优化器不收 `scaled`。",
         en="The result of a division is computed, so it is no leaf; the real leaf is the `torch.ones(3)` that has no "
         "name any more. An optimizer refuses `scaled`.",
     ),
     Prediction(
         "11.3",
-        zh="函数里写了 `latest = grad`，却声明的是另一个名字，于是 `latest` 成了局部变量，模块级的那个一直是 0.0。",
+        zh="函数给 `latest` 赋了值，声明的却是另一个名字，于是函数里的 `latest` 成了局部变量，模块级的那个一直是 0.0。",
         en="The function assigns `latest` but declares another name as global, so its `latest` is a local variable and "
         "the module's own stays 0.0.",
     ),

@@ -1,0 +1,136 @@
+"""What holds the two languages of a notebook together, one function per rule; see `notebook_rules`."""
+
+import re
+from collections.abc import Iterator
+
+import notebook_form
+import yaml
+from notebook_form import Cell
+
+HAN = re.compile(r"[\u4e00-\u9fff]")
+FENCE = re.compile(r"```.*?```", re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+FORMULA = re.compile(r"\$([^$\n]+)\$")
+LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
+HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
+PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
+MAX_WORDS = 90  # "about 80"
+MAX_HAN = 180  # what 90 English words are in Chinese
+
+
+def headings(notebook) -> Iterator[str]:
+    """`## 前向钩子 · Forward hooks`: Chinese, a middle dot, English; no markup, which the contents would show."""
+    for cell in _prose(notebook):
+        for heading in HEADING.findall(_outside_halves(cell.source)):
+            chinese, dot, english = heading.lstrip("# ").partition(" · ")
+            if not (dot and HAN.search(chinese) and english and not HAN.search(english)) or "<" in heading:
+                yield f"{cell.id}: the heading {heading!r} is not 'Chinese · English'"
+        if any(HEADING.search(FENCE.sub("", half)) for half in cell.halves.values()):
+            yield f"{cell.id}: a heading inside one language does not reach the table of contents in both"
+
+
+def two_languages(notebook) -> Iterator[str]:
+    for cell in _prose(notebook):
+        outside = PICTURE.sub("", HEADING.sub("", _outside_halves(cell.source))).strip()
+        if outside:
+            yield f"{cell.id}: text outside the two languages: {outside[:40]!r}"
+        languages = re.findall(r'<div lang="(\w+)">', cell.source)
+        if languages not in ([], ["zh", "en"]) or (languages and list(cell.halves) != ["zh", "en"]):
+            yield f"{cell.id}: expected 中文 and then English, each once, with blank lines inside; found {languages}"
+        elif languages:
+            zh, en = (len(HAN.findall(cell.halves[lang])) for lang in ("zh", "en"))
+            if zh == 0 or en > 12:
+                yield f"{cell.id}: {zh} Chinese characters in the Chinese half, {en} in the English half"
+
+
+def length(notebook) -> Iterator[str]:
+    for cell, zh, en in _pairs(notebook):
+        words, characters = (
+            len(re.findall(r"[A-Za-z0-9'’]+", _words_only(en))),
+            len(HAN.findall(_words_only(zh))),
+        )
+        if words > MAX_WORDS:
+            yield f"{cell.id}: {words} English words, at most {MAX_WORDS}; make it two cells"
+        if characters > MAX_HAN:
+            yield f"{cell.id}: {characters} Chinese characters, at most {MAX_HAN}; make it two cells"
+        if max(words, characters) > 30 and not 0.9 * words <= characters <= 2.4 * words:
+            yield f"{cell.id}: {characters} Chinese characters beside {words} English words; has one half been cut?"
+
+
+def same_spans(notebook) -> Iterator[str]:
+    for cell, zh, en in _pairs(notebook):
+        for what, pattern in (("code", SPAN), ("formulas", FORMULA), ("code blocks", FENCE)):
+            left, right = (
+                set(pattern.findall(half if pattern is FENCE else FENCE.sub("", half))) for half in (zh, en)
+            )
+            if left != right:
+                yield f"{cell.id}: {what} in one language only: {sorted(left ^ right)}"
+
+
+def same_numbers(notebook) -> Iterator[str]:
+    for cell, zh, en in _pairs(notebook):
+        left, right = (set(re.findall(r"\d+(?:[.,]\d+)*", _words_only(half))) for half in (zh, en))
+        if left != right:
+            yield f"{cell.id}: numbers in one language only: {sorted(left ^ right)}"
+
+
+def same_links(notebook) -> Iterator[str]:
+    for cell, zh, en in _pairs(notebook):
+        left, right = sorted(LINK.findall(zh)), sorted(LINK.findall(en))
+        if left != right and not {"zh-docs", "en-docs"} & set(cell.tags):
+            yield f"{cell.id}: links differ: {left} and {right} (tag the cell zh-docs or en-docs if they should)"
+
+
+def same_shape(notebook) -> Iterator[str]:
+    """The same paragraphs, list items, table rows, emphasis and folds, in the same order."""
+    for cell, zh, en in _pairs(notebook):
+        left, right = _outline(zh), _outline(en)
+        if left != right:
+            yield f"{cell.id}: the halves are built differently: {' '.join(left)} and {' '.join(right)}"
+
+
+def glossary(notebook) -> Iterator[str]:
+    for cell, zh, en in _pairs(notebook):
+        chinese, english = _words_only(zh), _words_only(en)
+        for term in terms():
+            in_zh = any(form in chinese for form in term["zh"])
+            in_en = any(re.search(rf"\b{form}\b", english, re.IGNORECASE) for form in term["en"])
+            if in_zh != in_en:
+                has, lacks = (term["zh"], term["en"]) if in_zh else (term["en"], term["zh"])
+                yield f"{cell.id}: one half says {has[0]!r}, the other does not say {' / '.join(lacks)!r}"
+    everything = "\n".join(zh for _, zh, _ in _pairs(notebook))
+    for term in terms():
+        chinese, given = term["zh"][0], f"{term['zh'][0]}（{term['en'][0]}）"
+        at = everything.find(chinese)
+        if term["first"] == notebook.stem and not everything.startswith(given, at if at >= 0 else None):
+            yield f"{chinese}: its first use, {everything[at : at + 12]!r}, should give the English word: {given}"
+
+
+def terms() -> list[dict]:
+    return yaml.safe_load((notebook_form.NOTEBOOKS / "glossary.yml").read_text(encoding="utf-8"))
+
+
+def _outside_halves(source: str) -> str:
+    return notebook_form.HALF.sub("", source)
+
+
+def _prose(notebook) -> list[Cell]:
+    return [cell for cell in notebook.cells if not cell.is_code]
+
+
+def _pairs(notebook) -> Iterator[tuple[Cell, str, str]]:
+    for cell in _prose(notebook):
+        if list(cell.halves) == ["zh", "en"]:
+            yield cell, cell.halves["zh"], cell.halves["en"]
+
+
+def _words_only(half: str) -> str:
+    """Without code, addresses, tables and markup."""
+    half = re.sub(r"^\|.*$", "", FENCE.sub("", half), flags=re.MULTILINE)
+    return re.sub(r"\]\([^)]*\)|<[^>]+>|[*●○]", "", SPAN.sub("", half))
+
+
+def _outline(half: str) -> list[str]:
+    half = FENCE.sub("```", half)
+    blocks = re.findall(r"^(\d+\.|[-*|]|```|</?details>|(?=\S))", half, flags=re.MULTILINE)
+    return [block or "text" for block in blocks] + ["**"] * (len(re.findall(r"\*\*[^*]+\*\*", half)))

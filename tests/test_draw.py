@@ -1,0 +1,173 @@
+"""Pictures and their facts."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from hooklab import _graphviz, draw
+
+
+class Square(torch.autograd.Function):
+    """A Function written in Python, since what it saves is reached in another way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.fixture
+def computation():
+    x = torch.ones(3, requires_grad=True)
+    w = torch.ones(3, requires_grad=True)
+    return x, w, (Square.apply(x) * w).exp().sum()
+
+
+def chain(length):
+    y = torch.ones(2, requires_grad=True)
+    for _ in range(length):
+        y = y * 2
+    return y
+
+
+def boxes(svg):
+    """The labels in an SVG, one per box."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_the_facts_are_the_graph_leaves_first(computation):
+    x, w, loss = computation
+    assert draw.graph(loss, {"x": x, "w": w}).facts.splitlines() == [
+        "x (3) -> AccumulateGrad",
+        "AccumulateGrad -> SquareBackward",
+        "w (3) -> AccumulateGrad #2",
+        "SquareBackward -> MulBackward0",
+        "AccumulateGrad #2 -> MulBackward0",
+        "MulBackward0 -> ExpBackward0",
+        "ExpBackward0 -> SumBackward0",
+        "SumBackward0 -> result ()",
+    ]
+
+
+def test_the_picture_has_one_box_and_one_arrow_for_each_fact(computation):
+    x, w, loss = computation
+    picture = draw.graph(loss, {"x": x, "w": w})
+    names = {
+        re.sub(r" #\d+$", "", name) for line in picture.facts.splitlines() for name in line.split(" -> ")
+    }
+    assert set(map(str.strip, boxes(picture.svg))) == names
+    assert picture.svg.count('class="edge"') == len(picture.facts.splitlines())
+
+
+def test_saved_tensors_are_shown_where_they_are_asked_for(computation):
+    *_, loss = computation
+    plain, saved = draw.graph(loss), draw.graph(loss, saved=True)
+    lines = [line for line in saved.facts.splitlines() if " saved " in line]
+    assert lines == [
+        "SquareBackward saved saved_tensors[0] (3)",
+        "MulBackward0 saved other (3)",
+        "MulBackward0 saved self (3)",
+        "ExpBackward0 saved result (3)",
+    ]
+    assert " saved " not in plain.facts
+    arrows = saved.svg.count('class="edge"') - plain.svg.count('class="edge"')
+    assert arrows == 4  # a saved leaf keeps its one blue box and gets an arrow more
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_graph_can_be_drawn_after_backward(computation, saved):
+    *_, loss = computation
+    loss.backward()
+    picture = draw.graph(loss, saved=saved)
+    assert "SumBackward0" in boxes(picture.svg)
+    assert ("freed, backward() has run" in picture.facts) is saved
+
+
+def test_the_same_graph_gives_the_same_bytes_in_any_run():
+    first, second = draw.graph(chain(3), saved=True), draw.graph(chain(3), saved=True)
+    assert first == second
+    assert not re.search(r"\d{9,}", first.svg)
+
+
+def test_nodes_of_one_name_are_told_apart():
+    assert "MulBackward0 -> MulBackward0 #2" in draw.graph(chain(2)).facts
+
+
+def test_names_may_come_from_a_module():
+    layer = torch.nn.Linear(2, 1)
+    facts = draw.graph(layer(torch.ones(1, 2)), layer.named_parameters()).facts
+    assert "weight (1, 2) -> AccumulateGrad" in facts
+    assert "bias (1) -> AccumulateGrad" in facts
+
+
+def test_a_name_with_odd_characters_is_drawn():
+    x = torch.ones(1, requires_grad=True)
+    for name in ('say "x"', "back\\slash", "权重", "a<b>&c", ""):
+        assert draw.graph(x * 2, {name: x}).svg
+
+
+def test_a_graph_of_5000_nodes_is_drawn_and_one_more_says_why_not():
+    limit = sys.getrecursionlimit()
+    assert draw.graph(chain(4_999)).svg
+    refused = draw.graph(chain(5_000))
+    assert refused.svg is None
+    assert "5,001 Nodes" in refused.reason
+    assert refused.reason in str(refused)
+    assert sys.getrecursionlimit() == limit
+
+
+def test_without_graphviz_the_facts_are_shown_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(_graphviz, "available", list)
+    picture = draw.graph(chain(1))
+    assert picture._repr_mimebundle_() == {"text/plain": str(picture)}
+    assert "pip install pygraphviz" in str(picture)
+    assert picture.facts in str(picture)
+
+
+def test_without_torchviz_the_facts_are_shown_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchviz", None)
+    assert "pip install torchviz" in draw.graph(chain(1)).reason
+
+
+def test_a_broken_dot_gives_way_to_the_next_tool(monkeypatch):
+    broken = [sys.executable, "-c", "raise SystemExit('dot is broken')"]
+    monkeypatch.setattr(_graphviz, "available", lambda: [broken, _graphviz.PYGRAPHVIZ])
+    assert draw.graph(chain(1)).svg
+    monkeypatch.setattr(_graphviz, "available", lambda: [broken])
+    assert "dot is broken" in draw.graph(chain(1)).reason
+
+
+def test_a_layout_that_takes_too_long_says_so(monkeypatch):
+    monkeypatch.setattr(_graphviz, "TIMEOUT_S", 0.01)
+    assert "timed out" in draw.graph(chain(1)).reason
+
+
+def test_a_picture_is_an_svg_with_its_facts_beside_it():
+    bundle = draw.graph(chain(1))._repr_mimebundle_()
+    assert bundle["image/svg+xml"].startswith("<svg")
+    assert bundle["text/plain"].startswith("leaf (2) -> AccumulateGrad")
+
+
+@pytest.mark.parametrize(
+    ("t", "error", "words"),
+    [
+        (torch.ones(2, requires_grad=True), ValueError, "found a leaf.*draw a result such as the loss"),
+        (torch.ones(2), ValueError, "found a tensor with requires_grad=False"),
+        ([chain(1), chain(1)], TypeError, "found a list of 2; draw one of them, or their sum"),
+        (torch.nn.Linear(1, 1), TypeError, "expected a tensor, found Linear"),
+    ],
+)
+def test_graph_refuses_what_has_no_graph(t, error, words):
+    with pytest.raises(error, match=words):
+        draw.graph(t)
+
+
+def test_graph_refuses_a_name_for_something_that_is_no_tensor():
+    with pytest.raises(TypeError, match=r"params\['w'\] should be a tensor, found float"):
+        draw.graph(chain(1), {"w": 1.0})

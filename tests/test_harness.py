@@ -1,0 +1,291 @@
+"""The harness catches damage: a copy of a real notebook is damaged, and the rule that must notice does.
+
+`RULE_DAMAGES` are caught by reading the file, `RUN_DAMAGES` only by running it. Each damage is a
+function that edits the notebook in place, so that a new one is three lines.
+"""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+
+import nbformat
+import notebook_form
+import notebook_rules
+import prose_rules
+import pytest
+from notebook_rules import Notebook
+
+STEM = "11_reading_gradients"
+REAL = notebook_form.NOTEBOOKS / f"{STEM}.ipynb"
+
+
+def cell(notebook, wanted):
+    return next(node for node in notebook.cells if node["id"] == wanted)
+
+
+def replace(notebook, wanted, old, new, language=None):
+    """Replace `old` once in a cell's source; with a `language`, in that half alone."""
+    node = cell(notebook, wanted)
+    start = node.source.index(f'<div lang="{language}">') if language else 0
+    assert old in node.source[start:], (
+        f"the notebook has changed: no {old!r} in {wanted}; choose another damage"
+    )
+    node.source = node.source[:start] + node.source[start:].replace(old, new, 1)
+
+
+def stream(notebook, wanted):
+    return next(output for output in cell(notebook, wanted).outputs if output.output_type == "stream")
+
+
+def strip_a_cell(notebook):
+    cell(notebook, "retain-run").update(execution_count=None, outputs=[])
+
+
+def reorder_cells(notebook):
+    first, second = (notebook.cells.index(cell(notebook, wanted)) for wanted in ("retain-run", "retain-s3"))
+    notebook.cells[first], notebook.cells[second] = notebook.cells[second], notebook.cells[first]
+
+
+def delete_a_covering_cell(notebook):
+    notebook.cells.remove(cell(notebook, "weights-run"))
+    notebook_form.normalise(notebook)
+
+
+def write_too_long_a_cell(notebook):
+    cell(notebook, "weights-run").source += "\nprint()" * 16
+
+
+RECAP_EN = notebook_form.Cell(cell(notebook_form.read(REAL), "recap"), 0).halves["en"]
+
+RULE_DAMAGES = {
+    "a cell stripped": (strip_a_cell, notebook_rules.execution_counts),
+    "cells reordered": (reorder_cells, notebook_rules.execution_counts),
+    "an executed cell deleted": (delete_a_covering_cell, notebook_rules.sources_covered),
+    "an inventory id taken off": (
+        lambda notebook: cell(notebook, "weights-run").metadata.pop("sources"),
+        notebook_rules.sources_covered,
+    ),
+    "an inventory id misspelt": (
+        lambda notebook: cell(notebook, "weights-run").metadata.sources.append("S9.9.9"),
+        notebook_rules.sources_covered,
+    ),
+    "an assertion dropped": (
+        lambda notebook: replace(notebook, "weights-run", "assert ", "_ = "),
+        notebook_rules.sources_covered,
+    ),
+    "an expected error no longer stored": (
+        lambda notebook: cell(notebook, "grad-scalar").update(outputs=[]),
+        notebook_rules.expected_errors,
+    ),
+    "an error where none is expected": (
+        lambda notebook: cell(notebook, "grad-scalar").metadata.pop("tags"),
+        notebook_rules.expected_errors,
+    ),
+    "a cell too long": (write_too_long_a_cell, notebook_rules.code_length),
+    "a path of this machine in an output": (
+        lambda notebook: stream(notebook, "retain-run").update(text="/srv/data/model.pt\n"),
+        notebook_rules.machine_traces,
+    ),
+    "an address in an output": (
+        lambda notebook: stream(notebook, "retain-run").update(text="<function f at 0x7f2f4c0d3e20>\n"),
+        notebook_rules.machine_traces,
+    ),
+    "too many decimals": (
+        lambda notebook: stream(notebook, "retain-run").update(text="0.123456\n"),
+        notebook_rules.decimals,
+    ),
+    "a picture without its facts": (
+        lambda notebook: cell(notebook, "graph-facts").metadata.pop("tags"),
+        notebook_rules.pictures_have_facts,
+    ),
+    "metadata of another program": (
+        lambda notebook: notebook.metadata.update(kernelspec={"name": "mine", "display_name": "Mine"}),
+        notebook_rules.normal_form,
+    ),
+    "a whole traceback": (
+        lambda notebook: (
+            cell(notebook, "grad-scalar").outputs[0].traceback.insert(0, "Traceback (most recent call last)")
+        ),
+        notebook_rules.normal_form,
+    ),
+    "a dead link": (
+        lambda notebook: replace(notebook, "before", "SOURCES.md", "SOURCE.md"),
+        notebook_rules.links,
+    ),
+    "a comparison switched off": (
+        lambda notebook: cell(notebook, "retain-run").metadata.update(tags=["nbval-skip"]),
+        notebook_rules.tags,
+    ),
+    "another set-up cell": (
+        lambda notebook: replace(notebook, "setup", "lesson.start()", "lesson.start(1)"),
+        notebook_rules.opening,
+    ),
+    "an exercise stored solved": (
+        lambda notebook: cell(notebook, "exercise-a-check").outputs[0].data.update({"text/html": "right"}),
+        notebook_rules.practice,
+    ),
+    "a language removed": (
+        lambda notebook: replace(notebook, "kept-where", '<div lang="en">', '<div lang="fr">'),
+        prose_rules.two_languages,
+    ),
+    "text outside both languages": (
+        lambda notebook: replace(notebook, "kept-where", '<div lang="zh">', 'More.\n\n<div lang="zh">'),
+        prose_rules.two_languages,
+    ),
+    "a heading in one language": (
+        lambda notebook: replace(notebook, "kept-where", "钩子存在哪儿 · ", ""),
+        prose_rules.headings,
+    ),
+    "a number edited in one language": (
+        lambda notebook: replace(notebook, "memory-after", "4,000,000", "4,000,001", "en"),
+        prose_rules.same_numbers,
+    ),
+    "a name edited in one language": (
+        lambda notebook: replace(notebook, "kept-where", "`_backward_hooks`", "`_hooks`", "en"),
+        prose_rules.same_spans,
+    ),
+    "a link edited in one language": (
+        lambda notebook: replace(notebook, "before", "00_start_here", "11_reading_gradients", "en"),
+        prose_rules.same_links,
+    ),
+    "a term edited in one language": (
+        lambda notebook: replace(notebook, "weights", "need no hook", "need no callback", "en"),
+        prose_rules.glossary,
+    ),
+    "a paragraph dropped in one language": (
+        lambda notebook: replace(
+            notebook, "where-after", "\n\nThe gradient was computed", " The gradient was", "en"
+        ),
+        prose_rules.same_shape,
+    ),
+    "half a text dropped in one language": (
+        lambda notebook: replace(notebook, "recap", RECAP_EN[RECAP_EN.index(" To keep one") :], "", "en"),
+        prose_rules.length,
+    ),
+}
+
+
+def damaged(tmp_path, damage):
+    notebook = notebook_form.read(REAL)
+    damage(notebook)
+    path = tmp_path / REAL.name
+    path.write_text(notebook_form.written(notebook), encoding="utf-8")
+    return Notebook(path, STEM)
+
+
+@pytest.mark.parametrize("name", RULE_DAMAGES)
+def test_a_rule_notices(name, tmp_path):
+    damage, rule = RULE_DAMAGES[name]
+    assert list(rule(damaged(tmp_path, lambda notebook: None))) == [], "the undamaged copy must pass"
+    assert list(rule(damaged(tmp_path, damage))), f"{rule.__name__} did not notice {name}"
+
+
+def test_every_rule_has_been_seen_to_fail():
+    proven = {rule for _, rule in RULE_DAMAGES.values()}
+    assert {rule.__name__ for rule in notebook_rules.RULES} - {rule.__name__ for rule in proven} == {"slides"}
+
+
+def one_digit_changed(notebook):
+    output = stream(notebook, "hook-hook")
+    output.text = output.text.replace("-1.8891", "-1.8892")
+
+
+def a_warning_reworded(notebook):
+    output = cell(notebook, "where-warning").outputs[1]
+    output.text = output.text.replace("UserWarning", "FutureWarning")
+
+
+def an_output_added(notebook):
+    cell(notebook, "where-guess").outputs = [nbformat.v4.new_output("stream", text="hello\n")]
+
+
+def a_message_edited(notebook):
+    data = cell(notebook, "kept-check").outputs[0].data
+    data["text/html"] = data["text/html"].replace("guess", "guesses")
+
+
+def an_error_that_stopped(notebook):
+    cell(notebook, "grad-scalar").source = "z = (x * 2) ** 2"
+
+
+# By the id of the one cell that must fail; all in one copy, which is run once.
+RUN_DAMAGES = {
+    "hook-hook": one_digit_changed,
+    "where-warning": a_warning_reworded,
+    "retain-late": lambda notebook: cell(notebook, "retain-late").update(outputs=[]),
+    "where-guess": an_output_added,
+    "kept-check": a_message_edited,
+    "grad-undefined": lambda notebook: (
+        cell(notebook, "grad-undefined").outputs[0].update(evalue="name 'q' is not defined")
+    ),
+    "leaves-optimizer": lambda notebook: (
+        cell(notebook, "leaves-optimizer").outputs[0].update(ename="TypeError")
+    ),
+    "graph-draw": lambda notebook: cell(notebook, "graph-draw").outputs[0].data.pop("image/svg+xml"),
+    "graph-facts": lambda notebook: stream(notebook, "graph-facts").update(text="x (4) -> AccumulateGrad\n"),
+    "leaves-table": lambda notebook: replace(
+        notebook, "leaves-table", "torch.ones(3) * 2,", "torch.ones(3) * 2.0 + x[0],"
+    ),
+    "weights-run": lambda notebook: replace(notebook, "weights-run", "is not param.data", "is param.data"),
+    "grad-scalar": an_error_that_stopped,
+}
+
+
+def run(notebook):
+    """The ids of the cells that fail when pytest runs this notebook as it runs the real ones."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(notebook_form.ROOT / "pyproject.toml"),
+        "-p",
+        "conftest",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(notebook_form.ROOT), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [*command, "-q", "-rf", "--color=no", "-p", "no:cacheprovider", str(notebook.path)],
+        env=environment, capture_output=True, text=True, timeout=240, cwd=notebook.path.parent,
+    )  # fmt: skip
+    assert " passed" in done.stdout, done.stdout + done.stderr
+    failed = {int(number) for number in re.findall(r"^FAILED .*::Cell (\d+)", done.stdout, re.MULTILINE)}
+    return {cell.id for number, cell in enumerate(notebook.code) if number in failed}
+
+
+def test_a_run_notices_each_damage_in_the_cell_where_it_is(tmp_path):
+    def damage(notebook):
+        for one in RUN_DAMAGES.values():
+            one(notebook)
+
+    assert run(damaged(tmp_path, damage)) == set(RUN_DAMAGES)
+
+
+def test_a_run_notices_cells_that_were_reordered_and_renumbered(tmp_path):
+    def damage(notebook):
+        reorder_cells(notebook)
+        notebook_form.normalise(notebook)
+
+    failed = run(damaged(tmp_path, damage))
+    assert failed, "retain-s3 leaves another x and y behind, so what follows must differ"
+
+
+def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeypatch, capsys):
+    import refresh
+
+    notebook = damaged(
+        tmp_path, lambda notebook: replace(notebook, "where-build", "import torch", "import no_such_module")
+    )
+    before = notebook.path.read_bytes()
+    monkeypatch.setattr(notebook_form, "paths", lambda: [notebook.path])
+    monkeypatch.setattr(refresh.sources_table, "PATH", tmp_path / "SOURCES.md")
+    assert refresh.main([]) == 1
+    assert "no_such_module" in capsys.readouterr().out
+    assert notebook.path.read_bytes() == before
+
+
+def test_normalising_twice_changes_nothing():
+    once = notebook_form.normalise(notebook_form.read(REAL))
+    assert json.dumps(notebook_form.normalise(copy.deepcopy(once))) == json.dumps(once)

@@ -1,0 +1,162 @@
+"""The set-up cell and the environment check."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hooklab import _graphviz, lesson
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _everything_as_before():
+    threads, formatter = torch.get_num_threads(), warnings.formatwarning
+    with warnings.catch_warnings():
+        yield
+    torch.set_num_threads(threads)
+    torch.set_printoptions(profile="default")
+    warnings.formatwarning = formatter
+
+
+def test_start_prints_nothing_and_may_be_called_again(capsys):
+    lesson.start()
+    filters = list(warnings.filters)
+    lesson.start()
+    assert capsys.readouterr() == ("", "")
+    assert warnings.filters == filters
+
+
+def test_start_uses_the_threads_it_is_told(monkeypatch):
+    for wanted in ("1", "2"):
+        monkeypatch.setenv("HOOKLAB_THREADS", wanted)
+        lesson.start()
+        assert torch.get_num_threads() == int(wanted)
+
+
+@pytest.mark.parametrize("wanted", ["0", "two", "-1", "1.5", ""])
+def test_start_refuses_a_senseless_number_of_threads(monkeypatch, wanted):
+    monkeypatch.setenv("HOOKLAB_THREADS", wanted)
+    with pytest.raises(RuntimeError, match="expected a whole number of at least 1"):
+        lesson.start()
+
+
+def test_a_warning_is_one_line_without_a_path():
+    lesson.start()
+    text = "gone. (Triggered internally at /pytorch/build/TensorBody.h:489.)"
+    assert warnings.formatwarning(text, UserWarning, "/tmp/ipykernel_1/2.py", 3) == "UserWarning: gone.\n"
+
+
+def test_tensors_print_with_four_decimals_and_no_exponents():
+    torch.set_printoptions(precision=8, sci_mode=True)
+    lesson.start()
+    assert repr(torch.tensor([1e-3, 123.0])) == "tensor([  0.0010, 123.0000])"
+
+
+def test_a_ready_machine_is_told_so_in_both_languages():
+    found = lesson.check_environment()
+    assert (found.kind, found.zh[:4], found.en) == ("right", "环境就绪", "Your machine is ready: go ahead.")
+
+
+@pytest.fixture
+def shadow(monkeypatch, tmp_path):
+    """Damage this machine, one thing at a time."""
+
+    def old_torch():
+        monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+
+    def no_graphviz():
+        monkeypatch.setattr(_graphviz, "available", list)
+
+    def other_python():
+        (tmp_path / ".venv").mkdir()
+        monkeypatch.setattr(lesson, "ROOT", tmp_path)
+
+    def no_switch():
+        import jupyter_core.paths
+
+        monkeypatch.setattr(jupyter_core.paths, "jupyter_path", lambda *parts: [str(tmp_path)])
+
+    return locals()
+
+
+@pytest.mark.parametrize(
+    ("damage", "zh", "en"),
+    [
+        (
+            "old_torch",
+            "PyTorch 版本过旧：当前是 2.9.1+cpu",
+            "PyTorch is too old: found 2.9.1+cpu, needed 2.11",
+        ),
+        ("no_graphviz", "没有画计算图的工具", "neither `dot` nor pygraphviz is installed"),
+        ("other_python", "这个内核不在课程的环境里", "This kernel is outside the course's environment"),
+        ("no_switch", "语言切换按钮没有装上", "The language switch is not installed"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_way_to_get_it(shadow, damage, zh, en):
+    shadow[damage]()
+    found = lesson.check_environment()
+    assert found.kind == "wrong"
+    assert zh in found.zh
+    assert en in found.en
+    assert all(re.search("uv sync|make lab", half) for half in (found.zh, found.en))
+    assert "To be mended: 1." in found.en
+
+
+def test_everything_missing_is_listed_at_once(shadow):
+    for damage in ("old_torch", "no_graphviz", "other_python", "no_switch"):
+        shadow[damage]()
+    found = lesson.check_environment()
+    assert "To be mended: 4." in found.en
+    assert "\n4. " in found.zh
+
+
+def test_an_old_torch_stops_the_set_up_cell_with_the_way_to_a_new_one(shadow):
+    shadow["old_torch"]()
+    with pytest.raises(RuntimeError, match=r"found 2\.9\.1\+cpu, needed 2\.11 or newer\. Run `uv sync`"):
+        lesson.start()
+
+
+def test_the_module_can_be_run_from_the_command_line():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "hooklab.lesson"], capture_output=True, text=True, encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "Your machine is ready: go ahead."
+
+
+def test_without_torch_hooklab_says_what_to_run(tmp_path):
+    code = "import sys; sys.modules['torch'] = None; import hooklab"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert "ImportError: this Python has no PyTorch" in done.stderr
+    assert "`make lab`" in done.stderr.splitlines()[-1]
+
+
+def test_importing_hooklab_imports_nothing_heavy_but_torch():
+    code = "import sys, hooklab; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {
+        "matplotlib",
+        "torchviz",
+        "torchvision",
+        "graphviz",
+        "pygraphviz",
+        "IPython",
+        "jupyterlab",
+        "yaml",
+    }
+    assert all(importlib.util.find_spec(name) for name in heavy), (
+        "the test would pass for a package that is missing"
+    )
+    assert not heavy & set(done.stdout.split())

@@ -1,0 +1,223 @@
+"""watch, scale, clip and zero, compared with PyTorch or with arithmetic done by hand."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+
+from hooklab import clip, scale, watch, zero
+
+
+@pytest.fixture
+def x():
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+# ---- watch ----
+
+
+def test_watch_sees_what_retain_grad_and_the_leaf_keep(x):
+    y = x * x
+    y.retain_grad()
+    with watch(x=x, y=y) as log:
+        (y * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+    assert torch.equal(log["y"], y.grad)
+    assert torch.equal(log["x"], x.grad)
+    assert log.order == ["y", "x"]
+
+
+def test_watch_keeps_every_gradient_and_answers_with_the_last(x):
+    y = x * 2
+    log = watch(y=y)
+    (y * 3).sum().backward(retain_graph=True)
+    (y * 5).sum().backward()
+    assert [gradient[0].item() for gradient in log.history["y"]] == [3.0, 5.0]
+    assert log["y"].tolist() == [5.0, 5.0, 5.0]
+
+
+def test_watch_hands_out_copies_that_a_later_hook_cannot_change(x):
+    y = x * 2
+    log = watch(y=y)
+    y.register_hook(lambda grad: grad.mul_(100))
+    (y * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert log["y"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_watch_changes_no_gradient(x):
+    (x**3).sum().backward()
+    plain, x.grad = x.grad, None
+    y = x**3
+    with watch(x=x, y=y):
+        y.sum().backward()
+    assert torch.equal(x.grad, plain)
+
+
+def test_watch_keeps_no_graph_alive_when_the_gradient_has_one(x):
+    y = x**2
+    log = watch(y=y)
+    torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    assert not log["y"].requires_grad
+
+
+def test_watch_keeps_shape_dtype_and_sparsity_of_the_gradient():
+    table = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
+    with watch(weight=table.weight) as log:
+        table(torch.tensor([1, 1])).sum().backward()
+    assert log["weight"].is_sparse
+    assert log["weight"].to_dense().tolist() == table.weight.grad.to_dense().tolist()
+    assert log["weight"].dtype == torch.float64
+
+
+def test_watch_records_nothing_where_no_gradient_arrived(x):
+    left, right = (x * 2).split([1, 2])
+    with watch(left=left, right=right) as log:
+        left.sum().backward()
+    assert list(log) == log.order == ["left"]
+
+
+def test_watch_never_keeps_a_tensor_alive(x):
+    y = x * 2
+    log = watch(y=y)
+    y.sum().backward()
+    alive = weakref.ref(y)
+    del y
+    gc.collect()
+    assert alive() is None
+    assert log["y"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_watch_removes_its_own_hooks_and_no_others(x):
+    calls = []
+    x.register_hook(calls.append)
+    log = watch(x=x)
+    log.remove()
+    log.remove()
+    x.sum().backward()
+    assert len(calls) == 1
+    assert len(log) == 0
+
+
+def test_watch_removes_its_hooks_when_the_block_raises(x):
+    with pytest.raises(ZeroDivisionError), watch(x=x):
+        1 / 0  # noqa: B018
+    assert not x._backward_hooks
+
+
+def test_watch_of_a_tensor_twice_and_nested(x):
+    with watch(first=x, second=x) as outer, watch(x=x) as inner:
+        x.sum().backward()
+    assert outer.order == ["first", "second"]
+    assert inner.order == ["x"]
+    assert not x._backward_hooks
+
+
+def test_watch_shows_how_many_gradients_arrived(x):
+    log = watch(x=x)
+    x.sum().backward()
+    assert repr(log) == "Watch(gradients arrived at x: 1)"
+
+
+def test_watch_refuses_a_tensor_that_needs_no_gradient_and_hooks_nothing(x):
+    with pytest.raises(ValueError, match=r"watch\(data=...\).*shape \(2,\).*data\.requires_grad_\(\)"):
+        watch(x=x, data=torch.ones(2))
+    assert not x._backward_hooks
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (3.0, "expected a tensor, found float"),
+        (None, "found NoneType"),
+        ([torch.ones(1)], "found list; give each tensor a name"),
+        (torch.nn.Linear(1, 1), "found Linear; of a module, watch a parameter"),
+    ],
+)
+def test_watch_refuses_what_is_no_tensor_and_hooks_nothing(x, thing, words):
+    with pytest.raises(TypeError, match=words):
+        watch(x=x, thing=thing)
+    assert not x._backward_hooks
+
+
+def test_watch_refuses_nothing():
+    with pytest.raises(TypeError, match=r"nothing to watch.*watch\(y=y\)"):
+        watch()
+
+
+def test_watch_says_that_no_gradient_has_arrived_yet(x):
+    with pytest.raises(KeyError, match="no gradient has arrived at 'x' yet"):
+        watch(x=x)["x"]
+
+
+def test_watch_names_the_closest_when_a_name_is_unknown(x):
+    log = watch(logits=x, hidden=x)
+    with pytest.raises(KeyError, match="'logit' is not watched; watched: logits"):
+        log["logit"]
+
+
+# ---- the hook makers ----
+
+MAKERS = [scale(3), clip(-1, 1), zero()]
+
+
+@pytest.mark.parametrize("hook", MAKERS)
+def test_a_hook_edits_nothing_in_place(hook):
+    grad = torch.tensor([-2.0, 0.5, 2.0])
+    before = grad.clone()
+    assert hook(grad).data_ptr() != grad.data_ptr()
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("hook", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_hook_keeps_shape_and_dtype(hook, dtype):
+    changed = hook(torch.ones(2, 3, dtype=dtype))
+    assert changed.shape == (2, 3)
+    assert changed.dtype == dtype
+
+
+@pytest.mark.parametrize("hook", MAKERS)
+def test_a_hook_lets_a_missing_gradient_pass(hook):
+    used, unused = (torch.ones(4, requires_grad=True) * 2).chunk(2)
+    unused.register_hook(hook)
+    used.sum().backward()  # would raise inside the hook
+
+
+def test_scale_doubles_what_flows_on_to_the_leaf(x):
+    y = x * x
+    y.register_hook(scale(2))
+    y.sum().backward()
+    assert x.grad.tolist() == [4.0, 8.0, 12.0]
+
+
+def test_clip_is_torch_clamp_with_one_bound_or_two():
+    grad = torch.tensor([-5.0, 0.0, 5.0, math.inf])
+    assert clip(-1, 2)(grad).tolist() == [-1.0, 0.0, 2.0, 2.0]
+    assert clip(min=0)(grad).tolist() == [0.0, 0.0, 5.0, math.inf]
+    assert clip(max=0)(grad).tolist() == [-5.0, 0.0, 0.0, 0.0]
+    assert clip(1, 1)(grad).tolist() == [1.0] * 4
+
+
+def test_zero_also_silences_nan_and_inf():
+    assert zero()(torch.tensor([math.nan, math.inf, 1.0])).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: clip(), TypeError, "no bound"),
+        (lambda: clip(1, -1), ValueError, r"min=1, max=-1.*did you mean clip\(-1, 1\)"),
+        (lambda: clip(math.nan, 1), ValueError, r"clip\(min=nan\)"),
+        (lambda: clip(0, float("nan")), ValueError, r"clip\(max=nan\)"),
+        (lambda: clip("0", 1), TypeError, r"clip\(min=...\): expected a number, found str"),
+        (lambda: clip(0, True), TypeError, "found bool"),
+        (lambda: clip(0, torch.tensor(1.0)), TypeError, r"found Tensor; use max\.item\(\)"),
+        (lambda: scale("2"), TypeError, r"scale\(factor=...\): expected a number, found str"),
+        (lambda: scale(math.nan), ValueError, "finite number"),
+        (lambda: scale(math.inf), ValueError, "finite number"),
+    ],
+)
+def test_a_maker_refuses_a_senseless_number(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
