@@ -186,7 +186,8 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, node_count: in
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 1_000 + 4 * node_count))  # make_dot calls itself once per Node
     try:
-        with patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
+        with warnings.catch_warnings(), patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
+            warnings.simplefilter("ignore")
             dot = torchviz.make_dot(t, params=names, show_saved=saved)
     finally:
         sys.setrecursionlimit(limit)

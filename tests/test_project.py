@@ -1,0 +1,189 @@
+"""The project around the notebooks: pins, links, layout, pictures, slides."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import notebook_form
+import pytest
+import sources_table
+import yaml
+from notebook_rules import LINK
+
+import hooklab
+
+ROOT = notebook_form.ROOT
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *notebook_form.NOTEBOOKS.glob("*.md")])
+CHAPTERS = {path.stem for path in notebook_form.paths()}
+
+
+def name_of(requirement):
+    return re.match(r"[\w-]+", requirement)[0].lower()
+
+
+def test_conda_and_binder_get_the_same_versions_as_uv():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
+    assert [line for line in pip if "==" in line] == PROJECT["tool"]["uv"]["constraint-dependencies"]
+    assert [line for line in pip if "==" not in line] == ["-e .", *PROJECT["dependency-groups"]["dev"]]
+
+
+def test_every_pin_lies_within_the_range_that_the_package_declares():
+    ranges = {name_of(line): line.partition(">=")[2] for line in PROJECT["project"]["dependencies"]}
+    for pin in PROJECT["tool"]["uv"]["constraint-dependencies"]:
+        name, _, version = pin.partition("==")
+        lowest = [int(part) for part in ranges[name].split(".")]
+        assert [int(part) for part in version.split(".")][: len(lowest)] >= lowest, pin
+
+
+def test_the_oldest_torch_is_the_same_in_the_package_and_in_the_metadata():
+    from hooklab import lesson
+
+    assert f"torch>={'.'.join(map(str, lesson.OLDEST_TORCH))}" in PROJECT["project"]["dependencies"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_link_in_a_document_is_dead(document):
+    text = document.read_text(encoding="utf-8")
+    targets = LINK.findall(text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    dead = [target for target in targets if not re.match("https?://|#", target)
+            and not (document.parent / target.partition("#")[0]).exists()]  # fmt: skip
+    assert targets
+    assert not dead
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_a_readme_gives_the_two_commands_and_every_notebook(readme):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    assert "make lab\n" in text
+    assert "make test\n" in text
+    assert set(re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", text)) == CHAPTERS
+
+
+@pytest.mark.parametrize(
+    "pair", [("README.md", "README.zh-CN.md"), ("CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md")]
+)
+def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(pair):
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in pair)
+    for pattern in (r"```\w*\n.*?```", r"^#+ ", r"^\|", r"^!\["):
+        left, right = (re.findall(pattern, text, re.DOTALL | re.MULTILINE) for text in (english, chinese))
+        assert left == right, pattern
+    assert len(re.findall("`[^`]+`", english)) > 10
+
+
+def test_every_target_of_the_makefile_that_a_readme_names_exists():
+    named = {
+        target
+        for path in DOCUMENTS
+        for target in re.findall(r"\bmake ([a-z-]+)\b", path.read_text(encoding="utf-8"))
+    }
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"lab", "test", "refresh"} <= named & targets
+    assert {
+        target for target in named if target in {"sure", "it", "them", "one"} or target in targets
+    } == named
+
+
+def test_the_table_of_sources_is_up_to_date():
+    assert sources_table.PATH.read_text(encoding="utf-8") == sources_table.table(), "run `make refresh`"
+
+
+def test_an_inventory_entry_belongs_to_one_notebook_and_is_listed_once():
+    ids = [
+        source for entry in sources_table.entries() for source in (entry["id"], entry.get("also")) if source
+    ]
+    assert len(ids) == len(set(ids)) > 60
+    assert {entry["notebook"] for entry in sources_table.entries()} >= CHAPTERS
+
+
+# ---- the package ----
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_imports_point_one_way():
+    for name in {"tensors", "modules", "saved"}:
+        path = ROOT / "hooklab" / f"{name}.py"
+        above = {
+            f"hooklab.{other}" for other in ("tensors", "modules", "saved", "draw", "lesson", "exercises")
+        }
+        assert not path.exists() or not (above - {f"hooklab.{name}"}) & set(imports_of(path)), name
+    assert "hooklab.tensors" in set(imports_of(ROOT / "hooklab" / "__init__.py")), (
+        "or this test sees no import at all"
+    )
+
+
+def test_every_public_name_has_a_docstring_that_says_what_it_raises():
+    for name in hooklab.__all__:
+        thing = getattr(hooklab, name)
+        assert thing.__doc__, name
+        if callable(thing) and thing is not hooklab.zero:
+            assert "Raises:" in thing.__doc__, name
+            assert ">>>" in thing.__doc__, name
+
+
+def test_the_language_switch_is_installed_as_it_stands_in_the_repository():
+    source, installed = (
+        ROOT / "hooklab" / "labextension",
+        Path(sys.prefix, "share/jupyter/labextensions/hooklab"),
+    )
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    assert Path("package.json") in files
+    for file in files:
+        assert (installed / file).read_bytes() == (source / file).read_bytes(), f"{file}: run `uv sync`"
+
+
+def test_the_language_switch_has_the_version_of_the_package():
+    package = json.loads((ROOT / "hooklab/labextension/package.json").read_text(encoding="utf-8"))
+    assert package["version"] == PROJECT["project"]["version"]
+
+
+# ---- pictures and slides ----
+
+
+def test_the_map_of_hooks_is_what_the_notebook_observed():
+    svg = (notebook_form.NOTEBOOKS / "images/hook_map.svg").read_text(encoding="utf-8")
+    dots = re.findall(r'data-hook="([^"]+)">.*?class="number"[^>]*>(\d+)<', svg)
+    labels = [
+        name
+        for group in re.findall(r'class="names".*?</g>', svg, re.DOTALL)
+        for name in re.findall(">([^<>]+)</text>", group)
+    ]
+    cells = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / "00_start_here.ipynb"))
+    (observed,) = (cell.outputs[0].text for cell in cells if cell.id == "map-backward")
+    assert observed.splitlines() == [
+        f"{number:>2} {name}" for name, number in sorted(dots, key=lambda dot: int(dot[1]))
+    ]
+    assert sorted(labels) == sorted(name for name, _ in dots)
+
+
+def test_the_map_links_to_every_notebook_there_is():
+    cells = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / "00_start_here.ipynb"))
+    (links,) = (cell for cell in cells if cell.id == "map-links")
+    for half in links.halves.values():
+        assert {Path(target).stem for target in LINK.findall(half)} == CHAPTERS - {"00_start_here"}
+
+
+@pytest.mark.parametrize("stem", sorted(CHAPTERS))
+def test_a_notebook_converts_to_slides_with_a_slide_for_every_section(stem, tmp_path):
+    source = notebook_form.NOTEBOOKS / f"{stem}.ipynb"
+    command = ["nbconvert", "--to", "slides", "--output-dir", str(tmp_path), str(source)]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    html = (tmp_path / f"{stem}.slides.html").read_text(encoding="utf-8")
+    headings = [
+        cell for cell in notebook_form.cells(notebook_form.read(source)) if re.match("##? ", cell.source)
+    ]
+    # Two nested <section> elements per slide, one above the other.
+    assert html.count("<section>") >= 2 * len(headings) > 10
