@@ -3,12 +3,14 @@
 `python -m hooklab.lesson` says in both languages what is missing and how to get it.
 """
 
-import importlib.util
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -24,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def start() -> None:
     """Make what the cells print the same on every machine. Prints nothing; calling it again is harmless.
 
-    Two threads (or HOOKLAB_THREADS), four decimals, one-line warnings without a path, figures of one size.
+    Two threads (or HOOKLAB_THREADS), four decimals, one-line warnings without a path, figures of one size,
+    errors that show the lines of the cells and not PyTorch's.
 
     Raises:
         RuntimeError: PyTorch is older than the course needs, or HOOKLAB_THREADS is no positive number.
@@ -35,7 +38,9 @@ def start() -> None:
     torch.set_printoptions(precision=4, sci_mode=False, linewidth=100)
     warnings.formatwarning = _one_line
     warnings.filterwarnings("default", module="__main__")  # once for each line of a cell
-    _set_figures()
+    if (shell := _ipython()) is not None:
+        _set_figures(shell)
+        shell.set_custom_exc((Exception,), _show_own_lines)
 
 
 def check_environment() -> Message:
@@ -122,20 +127,47 @@ def _one_line(message: Warning | str, category: type[Warning], *place: object) -
     return f"{category.__name__}: {text}\n"
 
 
-def _set_figures() -> None:
-    if importlib.util.find_spec("IPython") is None:
-        return
-    from IPython import get_ipython
+def _ipython() -> Any:
+    """The IPython that runs this cell, or None."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
 
-    if (
-        shell := get_ipython()
-    ) is not None:  # read when the first figure is drawn; matplotlib is not imported here
-        shell.config.InlineBackend.figure_formats = {"png"}
-        shell.config.InlineBackend.rc = {
-            "figure.figsize": (7, 3.2),
-            "figure.dpi": 110,
-            "figure.constrained_layout.use": True,
-        }
+
+def _set_figures(shell: Any) -> None:
+    # Read when the first figure is drawn; matplotlib is not imported here.
+    shell.config.InlineBackend.figure_formats = {"png"}
+    shell.config.InlineBackend.rc = {
+        "figure.figsize": (7, 3.2),
+        "figure.dpi": 110,
+        "figure.constrained_layout.use": True,
+    }
+
+
+def _show_own_lines(
+    shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None
+) -> list:
+    """Show an error with the lines of the learner's cells alone; the magic %tb shows PyTorch's lines too."""
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
+    own = [step for step in _steps(trace) if shell.compile.format_code_name(step.tb_frame.f_code.co_filename)]
+    if not own:  # a syntax error, or nothing of the learner's
+        shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback(
+            (kind, error, trace)
+        )
+        return []
+    short = None
+    for step in reversed(own):
+        short = TracebackType(short, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    shown = shell.InteractiveTB.structured_traceback(
+        kind, error, short or trace, tb_offset=0 if short else tb_offset
+    )
+    shell._showtraceback(kind, error, shown)
+    return shown
+
+
+def _steps(trace: Any) -> Iterator[Any]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 if __name__ == "__main__":

@@ -206,5 +206,5 @@ RULES: list[Rule] = [
     normal_form, execution_counts, expected_errors, sources_covered, code_length, machine_traces, decimals,
     pictures_have_facts, links, tags, opening, practice, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.length, prose_rules.same_spans,
-    prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape, prose_rules.glossary,
+    prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape, prose_rules.folds, prose_rules.glossary,
 ]  # fmt: skip

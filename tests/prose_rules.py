@@ -89,6 +89,12 @@ def same_shape(notebook) -> Iterator[str]:
             yield f"{cell.id}: the halves are built differently: {' '.join(left)} and {' '.join(right)}"
 
 
+def folds(notebook) -> Iterator[str]:
+    for cell in _prose(notebook):
+        if any("`" in summary or "**" in summary for summary in re.findall(r"<summary>(.*?)</summary>", cell.source)):
+            yield f"{cell.id}: Markdown is not rendered inside <summary>; write <code>…</code>"
+
+
 def glossary(notebook) -> Iterator[str]:
     for cell, zh, en in _pairs(notebook):
         chinese, english = _words_only(zh), _words_only(en)

@@ -8,8 +8,10 @@ import sys
 import warnings
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from hooklab import _graphviz, lesson
 
@@ -160,3 +162,24 @@ def test_importing_hooklab_imports_nothing_heavy_but_torch():
         "the test would pass for a package that is missing"
     )
     assert not heavy & set(done.stdout.split())
+
+
+def run_cells(*sources):
+    """The error outputs of cells run one after the other in a kernel."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=60).execute()
+    errors = [output for cell in notebook.cells for output in cell.outputs if output.output_type == "error"]
+    return [re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)) for error in errors]
+
+
+def test_an_error_shows_the_lines_of_the_cells_and_tb_shows_all():
+    set_up = "import torch\nfrom hooklab import lesson\nlesson.start()"
+    hook = (
+        "x = torch.ones(1, requires_grad=True)\nx.register_hook(lambda grad: grad.nope())\nx.sum().backward()"
+    )
+    short, whole, syntax = run_cells(set_up, hook, "%tb", "1 +")
+    assert "----> 3 x.sum().backward()" in short
+    assert "----> 2 x.register_hook(lambda grad: grad.nope())" in short
+    assert "_tensor.py" not in short
+    assert "_tensor.py" in whole
+    assert "1 +\n       ^\nSyntaxError" in syntax
