@@ -14,7 +14,8 @@ READY := .venv/.hooklab-ready
 RUN := $(UV) run --quiet
 # One process per core, four at the most: each holds a kernel with PyTorch loaded.
 PYTEST := $(RUN) pytest -n auto --maxprocesses 4
-FIRST_NOTEBOOK := notebooks/00_start_here.ipynb
+# The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
+LAB := jupyter lab --ServerApp.root_dir=notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb
 
 .PHONY: help lab test test-portable refresh lint format bench screenshots clean
 help:
@@ -32,8 +33,8 @@ help:
 	  || { rm -rf .tools; echo "hooklab: $(PYTHON) can neither make an environment (venv) nor install (pip), or there is no network."; \
 	       echo "         Install uv by hand, no root needed: https://docs.astral.sh/uv/ , then run make again."; exit 1; }
 
-$(READY): pyproject.toml $(wildcard hooklab/labextension/* hooklab/labextension/*/*) | $(UV_NEEDED)
-	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (once, some minutes; about 5 GB on Linux) ..."
+$(READY): pyproject.toml hooklab/lab_defaults.json $(wildcard hooklab/labextension/* hooklab/labextension/*/* hooklab/labextension/*/*/*) | $(UV_NEEDED)
+	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (some minutes the first time, about 5 GB on Linux) ..."
 	@$(UV) sync --quiet
 	@touch $@
 
@@ -42,7 +43,7 @@ lab: $(READY)
 	@flags=""; [ "$$(id -u)" != 0 ] || flags="--allow-root"; \
 	if [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY$$BROWSER" ]; then \
 	  flags="$$flags --no-browser"; echo "hooklab: no screen here; open the address that JupyterLab prints below."; fi; \
-	exec $(RUN) jupyter lab $$flags $(FIRST_NOTEBOOK)
+	exec $(RUN) $(LAB) $$flags
 
 test: $(READY)
 	@$(PYTEST)

@@ -64,7 +64,7 @@ def _old_torch() -> tuple[str, str] | None:
         return None
     oldest = ".".join(map(str, OLDEST_TORCH))
     return (
-        f"PyTorch 版本过旧：当前是 {torch.__version__}，本课程需要 {oldest} 或更新。请在 hooklab 目录下运行 `uv sync`。",
+        f"PyTorch 版本过旧：当前是 {torch.__version__}，本课程需要 {oldest} 或更高版本。请在 hooklab 目录下运行 `uv sync`。",
         f"PyTorch is too old: found {torch.__version__}, needed {oldest} or newer. Run `uv sync` in hooklab's folder.",
     )
 
@@ -100,7 +100,7 @@ def _no_switch() -> tuple[str, str] | None:
     if any(Path(folder, "hooklab", "package.json").is_file() for folder in jupyter_path("labextensions")):
         return None
     return (
-        "语言切换按钮没有装上，所以中英文会同时显示。请运行 `uv sync --reinstall-package hooklab`，再刷新浏览器。",
+        "语言切换按钮没有装上，所以中英文会同时显示。请运行 `uv sync --reinstall-package hooklab`，再刷新页面。",
         "The language switch is not installed, so both languages show. "
         "Run `uv sync --reinstall-package hooklab`, then reload the page.",
     )

@@ -10,7 +10,11 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 
-NOTEBOOK_METADATA = {"language_info": {"name": "python"}}
+# With a kernel's name: without one JupyterLab asks which kernel to use where several are installed.
+NOTEBOOK_METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 CELL_METADATA = ("minutes", "slideshow", "sources", "tags")
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 

@@ -91,7 +91,10 @@ def same_shape(notebook) -> Iterator[str]:
 
 def folds(notebook) -> Iterator[str]:
     for cell in _prose(notebook):
-        if any("`" in summary or "**" in summary for summary in re.findall(r"<summary>(.*?)</summary>", cell.source)):
+        if any(
+            "`" in summary or "**" in summary
+            for summary in re.findall(r"<summary>(.*?)</summary>", cell.source)
+        ):
             yield f"{cell.id}: Markdown is not rendered inside <summary>; write <code>…</code>"
 
 

@@ -121,7 +121,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     if guess is None or guess is ...:
         return Message(
             "todo",
-            "还没有预测。先把 `guess = None` 里的 `None` 换成你的猜测，再往下运行。",
+            "还没有猜。先把 `guess = None` 里的 `None` 换成你的猜测，再往下运行。",
             "Not attempted yet. Replace `None` in `guess = None` with what you expect, then run on.",
         )
     if agree(guess, actual):
@@ -175,7 +175,7 @@ def _raised(answer: Any, error: Exception) -> Message:
     source = linecache.getline(own_file, lines[-1].lineno).strip() if lines else ""
     return Message(
         "wrong",
-        f"还不对。你的代码抛出了异常：`{said}`" + (f"\n出错的一行：`{source}`" if source else ""),
+        f"还不对。你的代码抛出了异常：`{said}`" + (f"\n出错的那一行：`{source}`" if source else ""),
         f"Not yet. Your code raised `{said}`" + (f"\nThe line: `{source}`" if source else ""),
         "raised",
     )

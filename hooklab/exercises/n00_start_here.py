@@ -19,7 +19,7 @@ def examine_halve(answer):
         if not torch.equal(grad, before):
             refuse(
                 "edited_in_place",
-                zh="传进来的 `grad` 被原地改动了。同一块内存可能还要交给别的张量，改它会殃及旁人；请算出一个新张量。",
+                zh="传进来的 `grad` 被原地改了。别的张量可能共用这块内存，也会跟着变；请算出一个新张量。",
                 en="The `grad` that came in was edited in place. Other tensors may share its memory and get "
                 "the change too; compute a new tensor.",
             )
@@ -101,7 +101,7 @@ def _examine_run(calls, got, want):
     if not isinstance(output, Tensor):
         refuse(
             "replaced_output",
-            zh=f"模块的输出变成了 `{type(output).__name__}`。前向钩子只要返回非 `None` 的值，就会顶替输出；看看你的钩子返回了什么。",
+            zh=f"模块的输出变成了 `{type(output).__name__}`。前向钩子的返回值只要不是 `None`，就会顶替输出；看看你的钩子返回了什么。",
             en=f"The module's output is now of type `{type(output).__name__}`. Whatever a forward hook returns, other than "
             "`None`, replaces the output: look at what yours returns.",
         )
@@ -217,9 +217,9 @@ CHECKS = [
     ),
     Prediction(
         "00.2",
-        zh="反向传播从输出走向输入，所以先轮到最靠近损失的一端：包着整个模块的 full backward pre-hook。",
-        en="Backward runs from the output to the input, so what stands nearest to the loss comes first: the full "
-        "backward pre-hook, which wraps the whole module.",
+        zh="反向传播从输出走向输入，离损失越近越先触发：`y` 的梯度先遇到挂在 `y` 上的张量钩子，再进模块，这才轮到 full backward pre-hook。",
+        en="Backward runs from the output to the input, so what stands nearest to the loss comes first: the gradient of `y` "
+        "meets the tensor hook on `y`, then enters the module, whose full backward pre-hook comes next.",
     ),
     HALVE,
     PEEK,

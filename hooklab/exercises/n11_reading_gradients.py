@@ -35,7 +35,7 @@ def examine_gradient_of(answer):
     if x.grad is not None:
         refuse(
             "filled_grad",
-            zh="梯度是对的，但模型叶子的 `.grad` 也被填上了，下一次 `optimizer.step()` 会用到它。有一个函数只求值，不往 `.grad` 里存。",
+            zh="梯度拿到了，但叶子的 `.grad` 也被写入了，下一次 `optimizer.step()` 会用到它。有一个函数只算梯度，不写 `.grad`。",
             en="The gradient is there, but the leaf's `.grad` was filled as well, and the next `optimizer.step()` would "
             "use it. There is a function that computes without storing.",
         )
@@ -101,7 +101,7 @@ def examine_record(answer):
     if x.grad.tolist() != [16.0, 16.0]:
         refuse(
             "changed",
-            zh=f"记录的同时改掉了梯度：`x.grad` 应为 `[16.0, 16.0]`，现在是 `{x.grad.tolist()}`。钩子只要返回非 `None` 的值，就会顶替梯度。",
+            zh=f"记录的同时改掉了梯度：`x.grad` 应为 `[16.0, 16.0]`，现在是 `{x.grad.tolist()}`。钩子的返回值只要不是 `None`，就会顶替梯度。",
             en=f"Recording has changed the gradient: `x.grad` should be `[16.0, 16.0]`, it is `{x.grad.tolist()}`. "
             "Whatever a hook returns, other than `None`, replaces the gradient.",
         )
@@ -113,7 +113,7 @@ def _examine_recorded(gradients):
     if not gradients:
         refuse(
             "nothing_recorded",
-            zh="反向传播跑了两遍，列表还是空的。在函数里给一个名字赋值，得到的是新的局部变量；往列表里添加就不会。",
+            zh="反向传播跑了两遍，列表还是空的。在函数里给名字赋值，得到的是新的局部变量；往列表里追加就不会。",
             en="Backward ran twice and the list is still empty. Assigning to a name inside a function makes a new local "
             "variable; adding to a list does not.",
         )
@@ -127,8 +127,8 @@ def _examine_recorded(gradients):
     if len(gradients) != 2:
         refuse(
             "only_last",
-            zh=f"反向传播跑了两遍，列表里却有 {len(gradients)} 项。",
-            en=f"Backward ran twice, but the list has {len(gradients)} entries.",
+            zh=f"反向传播跑了两遍，应当有 2 项，列表里却有 {len(gradients)} 项。",
+            en=f"Backward ran twice and should leave 2 entries, but the list has {len(gradients)}.",
         )
     expect_like(
         torch.stack(gradients), torch.tensor([[3.0, 3.0], [5.0, 5.0]]), "记下的梯度", "what was recorded"
@@ -159,7 +159,7 @@ def _examine_freed(answer):
     if alive() is not None:
         refuse(
             "never_freed",
-            zh="张量用完之后没有被释放。钩子引用了它所挂的张量，两者互相拉住，连 `gc.collect()` 也收不走。",
+            zh="张量用完之后没有被释放。钩子引用了它所挂的张量，形成循环引用，连 `gc.collect()` 也回收不了。",
             en="The tensor is never freed. The hook refers to the tensor that it hangs on, so each keeps the other; not "
             "even `gc.collect()` can help.",
         )
@@ -311,8 +311,8 @@ WITHOUT_GRADIENT = Exercise(
         "not_names": lambda model: [param for param in model.parameters() if param.grad is None],
         "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
     },
-    zh="训练不动的参数，先用这三行查一遍。",
-    en="When a parameter does not train, these three lines are the first thing to run.",
+    zh="参数训不动，先用这个函数查一遍。",
+    en="When a parameter does not train, this function is the first thing to run.",
 )
 
 CHECKS = [
@@ -324,21 +324,21 @@ CHECKS = [
     ),
     Prediction(
         "11.2",
-        zh="除法的结果是算出来的，不再是叶子；真正的叶子是那个没有名字的 `torch.ones(3)`。优化器不收 `scaled`。",
+        zh="除法的结果是算出来的，不再是叶子；真正的叶子是那个没有名字的 `torch.ones(3)`。优化器不接受 `scaled`。",
         en="The result of a division is computed, so it is no leaf; the real leaf is the `torch.ones(3)` that has no "
         "name any more. An optimizer refuses `scaled`.",
     ),
     Prediction(
         "11.3",
-        zh="函数给 `latest` 赋了值，声明的却是另一个名字，于是函数里的 `latest` 成了局部变量，模块级的那个一直是 0.0。",
+        zh="函数给 `latest` 赋了值，声明为全局的却是另一个名字。于是函数里的 `latest` 成了局部变量，全局的那个一直是 0.0。",
         en="The function assigns `latest` but declares another name as global, so its `latest` is a local variable and "
-        "the module's own stays 0.0.",
+        "the global one stays 0.0.",
     ),
     Prediction(
         "11.4",
-        zh="字典的键是每次注册的编号，不是函数本身：注册两次就触发两次。取下一个句柄，只少一次。",
+        zh="字典的键是每次注册的编号，不是函数本身：注册两次，就触发两次。对其中一个句柄调用 `.remove()`，只少触发一次。",
         en="The dictionary's keys are numbers, one per registration, not the functions: registered twice, it fires "
-        "twice. Removing one handle takes off one.",
+        "twice. `.remove()` of one handle takes off one.",
     ),
     GRADIENT_OF,
     RECORD,

@@ -1,0 +1,226 @@
+"""JupyterLab in a real browser, for test_browser.py: start a server, open a notebook, run it, look at it."""
+
+import html
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SCREENSHOTS = Path(__file__).parent / "screenshots"
+PAGE = {"width": 1100, "height": 1000}  # of the picture in the README
+VIEWPORT = {"width": 1100, "height": 2000}  # pixels; a slice of a screenshot is a little less high
+DEADLINE = 120  # seconds, for whatever a busy machine may delay
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"]
+FOLDERS += ["JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"]
+SERVER = ["--no-browser", "--allow-root", "--expose-app-in-browser", "--ip=127.0.0.1"]
+SERVER += ["--ServerApp.port_retries=0", "--KernelSpecManager.allowed_kernelspecs=python3"]
+# Seconds, after which a server that nobody could end, since this process was killed, ends by itself.
+SERVER += ["--MappingKernelManager.cull_idle_timeout=300", "--ServerApp.shutdown_no_activity_timeout=600"]
+SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false"},  # else it asks, on top of the page
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none", "scrollPastEnd": False},
+}
+
+
+def find_browser(playwright) -> str:
+    """The path of a Chromium; without one the tests are skipped, or fail where HOOKLAB_REQUIRE_BROWSER=1."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    paths = [os.environ.get("HOOKLAB_CHROME"), *map(shutil.which, names)]
+    if Path(playwright.chromium.executable_path).exists():
+        paths.append(playwright.chromium.executable_path)
+    for path in filter(None, paths):
+        return path
+    stop = pytest.fail if os.environ.get("HOOKLAB_REQUIRE_BROWSER") == "1" else pytest.skip
+    stop(
+        "no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME"
+    )
+
+
+@contextmanager
+def running_lab(root: Path, state: Path):
+    """The address of a JupyterLab that serves `root` and keeps all it writes in `state`. It ends with the block."""
+    for plugin, settings in SETTINGS.items():
+        path = state / "JUPYTERLAB_SETTINGS_DIR" / f"{plugin}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token, log = secrets.token_hex(16), state / "log"
+    options = [f"--port={port}", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"]
+    command = [sys.executable, "-m", "jupyterlab", *SERVER, *options]
+    own = os.environ | {name: str(state / name) for name in FOLDERS}  # the language switch is in sys.prefix
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=own, stdout=out, stderr=out, start_new_session=True)
+    try:
+        wait_for_server(process, f"http://127.0.0.1:{port}/api?token={token}", log)
+        yield f"http://127.0.0.1:{port}/lab?token={token}"
+    finally:
+        end(process)
+
+
+def wait_for_server(process, address: str, log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            return urllib.request.urlopen(address, timeout=5).close()
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"JupyterLab did not come up; its log:\n{log.read_text()[-5000:]}")
+
+
+def end(process) -> None:
+    """Ask, then insist: a server that is starting a kernel does not listen."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def ask(page, function: str, argument=None):
+    """What a JavaScript function answers; `app` is JupyterLab, `panel` the notebook in front."""
+    call = f"({function})(jupyterapp, jupyterapp.shell.currentWidget, argument)"
+    late = (
+        f"new Promise((_, no) => setTimeout(no, {DEADLINE * 1000}, new Error('no answer in {DEADLINE} s')))"
+    )
+    return page.evaluate(f"argument => Promise.race([{call}, {late}])", argument)
+
+
+def open_lab(page, address: str) -> None:
+    page.goto(address)
+    page.wait_for_function("() => window.jupyterapp")
+    ask(page, "async app => { await app.restored; app.shell.collapseLeft(); }")
+
+
+def open_notebook(page, name: str) -> None:
+    ask(page, "async (app, _, path) => { await app.commands.execute('docmanager:open', { path }); }", name)
+    wait_until_drawn(page)
+
+
+def close_notebook(page) -> None:
+    ask(page, "async (_, panel) => { await panel.sessionContext.shutdown(); panel.dispose(); }")
+
+
+def wait_until_drawn(page) -> None:
+    """Until the notebook in front has its kernel, its prose and its outputs."""
+    page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content?.widgets")
+    ask(page, "async (_, panel) => { await panel.context.ready; await panel.sessionContext.ready; }")
+    page.wait_for_function(
+        """() => jupyterapp.shell.currentWidget.content.widgets.every(({ model, node }) => {
+          const drawn = [...node.querySelectorAll('.jp-MarkdownOutput, .jp-OutputArea-output')];
+          return drawn.length === (model.outputs?.length ?? 1) && drawn.every(part => part.hasChildNodes());
+        })"""
+    )
+
+
+def run_all(page) -> None:
+    """Clear every output, run every cell, wait until all is drawn. An error in a cell not tagged for it ends the run."""
+    ask(page, "async app => { await app.commands.execute('notebook:clear-all-cell-outputs'); }")
+    assert not any(cell["output"] or cell["count"] for cell in cells(page)), (
+        "the outputs could not be cleared"
+    )
+    # This answers at the first error, also where the tag raises-exception lets the cells after it run.
+    ask(page, "async app => { await app.commands.execute('notebook:run-all-cells'); }")
+    page.wait_for_function(
+        """() => {
+          const { content, sessionContext } = jupyterapp.shell.currentWidget;
+          const code = content.widgets.map(cell => cell.model).filter(model => model.type === 'code');
+          const stopped = model => model.outputs.toJSON().some(output => output.output_type === 'error')
+            && !model.getMetadata('tags')?.includes('raises-exception');
+          return sessionContext.session.kernel.status === 'idle'
+            && (code.some(stopped) || code.every(model => model.executionCount || !model.sharedModel.source.trim()));
+        }"""
+    )
+    wait_until_drawn(page)
+
+
+def cells(page) -> list[dict]:
+    """What each cell of the notebook in front shows."""
+    return ask(
+        page,
+        """async (app, panel) => {
+          await Promise.allSettled([...panel.node.querySelectorAll('img')].map(image => image.decode()));
+          return panel.content.widgets.map(({ model, node }) => ({
+            count: model.executionCount ?? null,
+            markdown: node.querySelector('.jp-MarkdownOutput')?.textContent ?? '',
+            output: [...node.querySelectorAll('.jp-OutputArea-output')].map(output => output.textContent).join('\\n'),
+            errors: model.outputs?.toJSON().filter(output => output.output_type === 'error').length ?? 0,
+            images: [...node.querySelectorAll('img, .jp-RenderedSVG svg')].map(
+              image => image.naturalWidth ?? image.getBoundingClientRect().width),
+          }));
+        }""",
+    )
+
+
+def languages(page) -> set[str]:
+    """Such as {'prose zh shown', 'prose en hidden', ...}: what is found in the notebook in front."""
+    found = """(app, panel) => [...panel.node.querySelectorAll('.jp-RenderedHTMLCommon [lang]')].map(element =>
+      `${element.closest('.hooklab-message') ? 'message' : 'prose'} ${element.lang} ` +
+      (getComputedStyle(element).display === 'none' ? 'hidden' : 'shown'))"""
+    return set(ask(page, found))
+
+
+def photograph_page(page, name: str) -> None:
+    """Save what a person sees on opening the notebook in front, with its toolbar, as NAME.png."""
+    SCREENSHOTS.mkdir(exist_ok=True)
+    page.set_viewport_size(PAGE)
+    page.locator(".jp-NotebookPanel:visible .jp-WindowedPanel-outer").evaluate("it => { it.scrollTop = 0; }")
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+    page.set_viewport_size(VIEWPORT)
+
+
+def photograph(page, name: str) -> None:
+    """Save the whole notebook as NAME.1.png, NAME.2.png, ..., each as high as the window."""
+    SCREENSHOTS.mkdir(exist_ok=True)
+    for old in SCREENSHOTS.glob(f"{name}.*.png"):
+        old.unlink()
+    scroller = page.locator(".jp-NotebookPanel:visible .jp-WindowedPanel-outer")
+    box = scroller.bounding_box()
+    for number, top in enumerate(
+        range(0, scroller.evaluate("it => it.scrollHeight"), int(box["height"])), start=1
+    ):
+        # The last slice cannot be scrolled up to the top: its upper part was on the picture before.
+        known = top - scroller.evaluate("(it, top) => { it.scrollTop = top; return it.scrollTop; }", top)
+        clip = box | {"y": box["y"] + known, "height": box["height"] - known}
+        page.screenshot(path=SCREENSHOTS / f"{name}.{number}.png", clip=clip)
+
+
+def words(text: str) -> str:
+    """The text without terminal colours, with every run of white space as one space."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+
+
+def stored_texts(outputs: list[dict]) -> list[str]:
+    """The texts that the outputs stored in an ipynb cell must show."""
+    texts = []
+    for output in outputs:
+        data = output.get("data", {})
+        if output["output_type"] == "error":
+            texts.append(output["ename"])
+        elif output.get("name") == "stdout":
+            texts.append("".join(output["text"]))
+        elif "text/html" in data:
+            texts.append(
+                html.unescape(re.sub(r"(?s)<style.*?</style>|<[^>]+>", "", "".join(data["text/html"])))
+            )
+        elif not stored_pictures([output]):
+            texts.append("".join(data.get("text/plain", "")))
+    return [words(text) for text in texts]
+
+
+def stored_pictures(outputs: list[dict]) -> int:
+    return sum(bool({"image/svg+xml", "image/png"} & set(output.get("data", {}))) for output in outputs)

@@ -1,0 +1,182 @@
+"""The notebooks and the language switch, in JupyterLab, in a real browser. Pictures go to tests/screenshots/."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import browser_lab as lab
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LABELS = {"both": "双语", "zh": "中文", "en": "English"}  # in the order in which the button goes round
+MESSAGE = '<div class="hooklab-message hooklab-{0}"><div lang="zh">对了：{0}</div><div lang="en">Right: {0}</div></div>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    copy = tmp_path_factory.mktemp("lab") / "notebooks"
+    shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    """A page with JupyterLab in it, which serves the copied folder."""
+    with sync_playwright() as playwright:
+        path = lab.find_browser(playwright)
+        with lab.running_lab(folder, folder.parent / "state") as address:
+            chromium = playwright.chromium.launch(executable_path=path, args=lab.FLAGS)
+            page = chromium.new_context(viewport=lab.VIEWPORT).new_page()
+            page.set_default_timeout(lab.DEADLINE * 1000)
+            expect.set_options(timeout=lab.DEADLINE * 1000)
+            lab.open_lab(page, address)
+            yield page
+            chromium.close()
+
+
+@pytest.fixture(scope="module", params=[path.name for path in NOTEBOOKS])
+def notebook(request, page, folder):
+    """The name of a notebook of the course and the cells in its file. On the page all its cells have run."""
+    cells = read(folder / request.param)["cells"]
+    lab.open_notebook(page, request.param)
+    lab.run_all(page)
+    yield request.param.removesuffix(".ipynb"), cells
+    lab.close_notebook(page)
+
+
+@pytest.fixture(scope="module")
+def untrusted(folder, page):
+    """A notebook that nobody has run on this server, with prose and with messages of checks."""
+    content = read(NOTEBOOKS[0])
+    data = [{"text/html": MESSAGE.format(kind)} for kind in ("right", "wrong", "todo", "note")]
+    outputs = [{"output_type": "display_data", "metadata": {}, "data": each} for each in data]
+    cell = {"cell_type": "code", "id": "messages", "metadata": {}, "source": "", "execution_count": 1}
+    content["cells"].append(cell | {"outputs": outputs})
+    (folder / "untrusted.ipynb").write_text(json.dumps(content), encoding="utf-8")
+    lab.open_notebook(page, "untrusted.ipynb")
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def choose(page, language):
+    lab.ask(page, "(app, panel, language) => app.commands.execute('hooklab:language-' + language)", language)
+
+
+def button(page):
+    return page.locator('.jp-NotebookPanel:visible [data-command="hooklab:language-next"]')
+
+
+def expected(language):
+    """What lab.languages() finds in a notebook with prose and messages."""
+    state = {lang: "shown" if language in (lang, "both") else "hidden" for lang in ("zh", "en")}
+    return {f"{what} {lang} {state[lang]}" for what in ("prose", "message") for lang in state}
+
+
+def expect_language(page, language):
+    expect(button(page)).to_have_text(LABELS[language])
+    assert lab.languages(page) == expected(language)
+
+
+def test_the_toolbar_button_switches_prose_and_messages(untrusted, page):
+    assert not lab.ask(page, "(app, panel) => [...panel.content.model.cells].some(cell => cell.trusted)")
+    choose(page, "both")
+    for language in ("both", "zh", "en", "both"):
+        expect_language(page, language)
+        assert "·" in button(page).get_attribute("title")
+        button(page).click()
+
+
+def test_the_palette_offers_the_languages_and_ticks_the_one_in_use(untrusted, page):
+    choose(page, "both")
+    entries, before = page.locator(".lm-CommandPalette-item"), "双语 Both"
+    for label, language in {"只看中文": "zh", "English only": "en", "双语 Both": "both"}.items():
+        page.keyboard.press("ControlOrMeta+Shift+C")
+        page.locator(".lm-CommandPalette-input").fill("hooklab")
+        expect(entries).to_have_count(4)
+        expect(page.locator(".lm-CommandPalette-item[aria-checked=true]")).to_have_text(
+            re.compile(f"^{before}")
+        )
+        page.locator(".lm-CommandPalette-itemLabel").get_by_text(label, exact=True).click()
+        expect_language(page, language)
+        before = label
+
+
+def test_switching_changes_nothing_in_the_notebook(untrusted, page):
+    # JupyterLab itself writes the name and the version of the kernel into the notebook.
+    written = "it => it.getMetadata('kernelspec') && it.getMetadata('language_info').version"
+    page.wait_for_function(f"() => ({written})(jupyterapp.shell.currentWidget.content.model)")
+    lab.ask(page, "(app, panel) => { panel.context.model.dirty = false; }")
+    before = lab.ask(page, "(app, panel) => JSON.stringify(panel.context.model)")
+    for language in LABELS:
+        choose(page, language)
+    assert not lab.ask(page, "(app, panel) => panel.context.model.dirty")
+    assert lab.ask(page, "(app, panel) => JSON.stringify(panel.context.model)") == before
+
+
+def test_the_language_survives_a_reload(untrusted, page):
+    choose(page, "en")
+    page.reload()
+    lab.wait_until_drawn(page)
+    expect_language(page, "en")
+
+
+def test_other_tabs_follow_and_nonsense_means_both(untrusted, page):
+    other = page.context.new_page()
+    other.goto(page.url.partition("/lab")[0] + "/api")
+    for kept, language in {"zh": "zh", "nonsense": "both"}.items():
+        other.evaluate("kept => localStorage.setItem('hooklab-language', kept)", kept)
+        page.wait_for_function("it => document.documentElement.dataset.hooklabLanguage === it", arg=language)
+        expect_language(page, language)
+    other.close()
+
+
+def test_every_open_notebook_follows(untrusted, page, folder):
+    choose(page, "zh")
+    (folder / "second.ipynb").write_text(
+        '{"cells": [], "metadata": {"language_info": {"name": "python"}}, "nbformat": 4, "nbformat_minor": 5}'
+    )
+    lab.open_notebook(page, "second.ipynb")
+    for language in ("zh", "en"):
+        choose(page, language)
+        buttons = page.locator('[data-command="hooklab:language-next"]')
+        assert buttons.count() >= 2
+        expect(buttons).to_have_text([LABELS[language]] * buttons.count())
+
+
+def test_every_cell_runs_and_shows_what_is_stored(notebook, page):
+    for stored, shown in zip(notebook[1], lab.cells(page), strict=True):
+        if stored["cell_type"] == "code":
+            source, tags = "".join(stored["source"]), stored["metadata"].get("tags", [])
+            assert bool(shown["errors"]) == ("raises-exception" in tags), f"{source}\n{shown['output']}"
+            assert shown["count"], f"did not run: {source}"
+            for text in lab.stored_texts(stored["outputs"]) if "nbval-ignore-output" not in tags else []:
+                assert text in lab.words(shown["output"]), source
+
+
+def test_every_picture_is_drawn(notebook, page):
+    for stored, shown in zip(notebook[1], lab.cells(page), strict=True):
+        source, least = "".join(stored["source"]), 50 if stored["cell_type"] == "code" else 1
+        assert len(shown["images"]) >= lab.stored_pictures(stored.get("outputs", [])), source
+        assert all(width >= least for width in shown["images"]), f"{source}\nwidths: {shown['images']}"
+
+
+def test_prose_and_table_of_contents_show_no_markup(notebook, page):
+    assert not [cell["markdown"] for cell in lab.cells(page) if re.search("</?div|lang=", cell["markdown"])]
+    lab.ask(page, "async app => { await app.commands.execute('toc:show-panel'); }")
+    entries = page.locator(".jp-tocItem-content")
+    expect(entries.first).to_contain_text(notebook[0][:2])
+    assert not [entry for entry in entries.all_text_contents() if re.search("<|lang=", entry)]
+    lab.ask(page, "app => app.shell.collapseLeft()")
+
+
+@pytest.mark.parametrize("language", LABELS)
+def test_pictures_of_the_whole_notebook_are_kept_for_a_person(notebook, page, language):
+    choose(page, language)
+    assert lab.languages(page) <= expected(language)
+    lab.photograph_page(page, f"{notebook[0]}.{language}.page")
+    lab.photograph(page, f"{notebook[0]}.{language}")
