@@ -1,5 +1,6 @@
 """Does a guess agree with what happened? For `check.predict`."""
 
+import ast
 import re
 from typing import Any
 
@@ -11,17 +12,51 @@ __all__ = ["agree", "shown"]
 
 def agree(guess: Any, actual: Any) -> bool:
     """True if `guess` means the same as `actual`: see `hooklab.exercises.check.predict`."""
+    guess, actual = _plain(guess), _plain(actual)
     if isinstance(actual, set | frozenset):
-        return _words(guess) == {str(item).casefold() for item in actual}
-    if isinstance(guess, str) or isinstance(actual, str) or actual is None:
-        return str(guess).strip().casefold() == shown(actual).casefold()
+        return _names(guess) == {str(item).casefold() for item in actual}
+    if isinstance(guess, str) and not isinstance(actual, str):
+        guess = _literal(guess)
+    if isinstance(guess, str) or isinstance(actual, str) or guess is None or actual is None:
+        return str(guess).strip().casefold() == str(actual).strip().casefold()
     if isinstance(guess, bool) or isinstance(actual, bool):
-        return isinstance(guess, bool) and isinstance(actual, bool) and guess == actual
-    if _is_words(guess) or _is_words(actual):
+        return guess is actual
+    if isinstance(guess, int) and isinstance(actual, int):
+        return guess == actual
+    if _holds_words(guess) or _holds_words(actual):
         return [str(item).casefold() for item in guess] == [str(item).casefold() for item in actual]
+    return _close(guess, actual)
+
+
+def shown(value: Any) -> str:
+    """`value` as short text that is the same in every run."""
+    value = _plain(value)
+    if isinstance(value, float):
+        text = f"{value:.4g}"
+        return text if re.search("[.en]", text) else f"{text}.0"
+    if isinstance(value, set | frozenset):
+        return ", ".join(sorted(map(shown, value))) or "nothing"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and numpy's numbers as Python's own."""
+    return value.tolist() if isinstance(value, Tensor) or type(value).__module__ == "numpy" else value
+
+
+def _literal(text: str) -> Any:
+    """What a guess in quotes would be without them: "[1, 2]", "true", "None"."""
     try:
-        guessed = torch.as_tensor(guess, dtype=torch.float64)
-        happened = torch.as_tensor(actual, dtype=torch.float64)
+        return ast.literal_eval(text.strip().capitalize() if text.strip().isalpha() else text.strip())
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _close(guess: Any, actual: Any) -> bool:
+    try:
+        guessed, happened = (torch.as_tensor(value, dtype=torch.float64) for value in (guess, actual))
     except (TypeError, ValueError, RuntimeError):
         return False
     same_shape = guessed.shape == happened.shape or guessed.numel() == happened.numel() == 1
@@ -30,24 +65,11 @@ def agree(guess: Any, actual: Any) -> bool:
     )
 
 
-def shown(value: Any) -> str:
-    """`value` as short text that is the same in every run."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, float):
-        return f"{value:.4f}".rstrip("0").rstrip(".")
-    if isinstance(value, set | frozenset):
-        return ", ".join(sorted(map(str, value))) or "nothing"
-    if isinstance(value, list | tuple | torch.Size):
-        return "[" + ", ".join(map(shown, value)) + "]"
-    return str(value)
-
-
-def _is_words(value: Any) -> bool:
+def _holds_words(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
 
 
-def _words(guess: Any) -> set[str]:
+def _names(guess: Any) -> set[str]:
     items = re.findall(r"[\w.]+", guess) if isinstance(guess, str) else guess
     try:
         return {str(item).casefold() for item in items}

@@ -18,7 +18,7 @@ __all__ = ["Picture", "graph"]
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Picture:
     """A picture as the last line of a notebook cell; without one, its facts and the reason.
 
@@ -34,6 +34,8 @@ class Picture:
 
     def __str__(self) -> str:
         return f"{self.facts}\n({self.reason})" if self.reason else self.facts
+
+    __repr__ = __str__
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": str(self)} | ({"image/svg+xml": self.svg} if self.svg else {})
@@ -60,8 +62,9 @@ def graph(
         second Node of the same name is `#2`; shapes stand in parentheses.
 
     Raises:
-        TypeError: `t` is not a tensor, or `params` holds something that is none.
-        ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it.
+        TypeError: `t` is not a tensor, or `params` does not name tensors.
+        ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it; or `params` names
+            a tensor that was computed, which is an arrow in the picture and not a box.
 
     Example:
         >>> import torch
@@ -105,10 +108,20 @@ def _checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
             f"graph: found {found}, so grad_fn is None and no graph leads to it; draw a result such as the "
             "loss, computed from tensors with requires_grad=True and outside torch.no_grad()"
         )
-    names = dict(params or {})
+    try:
+        names = {} if params is None else dict(params)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f'graph: params should name tensors, as {{"w": w}} or model.named_parameters(); found {type(params).__name__}'
+        ) from None
     for name, tensor in names.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"graph: params[{name!r}] should be a tensor, found {type(tensor).__name__}")
+        if tensor.grad_fn is not None and tensor is not t:
+            raise ValueError(
+                f"graph: params[{name!r}] was computed, so it has no box of its own: it is the arrow that leaves "
+                f"{tensor.grad_fn.name()}; only leaves and the result can be named"
+            )
     return names
 
 

@@ -28,7 +28,8 @@ class Watch(Mapping[str, Tensor]):
     def __init__(self, tensors: dict[str, Tensor]):
         self.history: dict[str, list[Tensor]] = {name: [] for name in tensors}
         self.order: list[str] = []
-        # Each hook holds two lists and no tensor: a tensor whose hook holds the tensor is never freed.
+        # Each hook holds two lists and never its tensor: a computed tensor that its own hook refers to is
+        # not freed until the hook is removed.
         self._handles = [
             tensor.register_hook(_recorder(name, self.history[name], self.order))
             for name, tensor in tensors.items()
@@ -67,10 +68,13 @@ class Watch(Mapping[str, Tensor]):
         return f"Watch(gradients arrived at {', '.join(arrived)})"
 
 
-def watch(**tensors: Tensor) -> Watch:
+def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     """See the gradient of any tensor, leaf or not, without changing anything.
 
-    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again.
+    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again. A computed
+    tensor is a new one in each step: watch it inside the step. `history` keeps every gradient; in a long
+    run make a new watch per step. A hook stays with the value that the tensor had when it was hung: watch
+    after edits in place, not before.
 
     Args:
         **tensors: the tensors to watch, each under the name you give it. Any shape, any device; each
@@ -83,7 +87,7 @@ def watch(**tensors: Tensor) -> Watch:
         `watch` have left it.
 
     Raises:
-        TypeError: nothing was given, or something that is not a tensor.
+        TypeError: nothing was given, a tensor without a name, or something that is not a tensor.
         ValueError: a tensor that requires no gradient. No hook is installed then.
 
     Example:
@@ -96,6 +100,10 @@ def watch(**tensors: Tensor) -> Watch:
 
     Source: built on [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
     """
+    if unnamed:
+        raise TypeError(
+            "watch: found a value without a name; name each tensor: watch(y=y), of a dict watch(**tensors)"
+        )
     if not tensors:
         raise TypeError("watch() was given nothing to watch; name the tensors, for example watch(y=y)")
     for name, tensor in tensors.items():
@@ -123,7 +131,7 @@ def scale(factor: float) -> Hook:
         >>> x.grad
         tensor([0.5000, 0.5000])
     """
-    _refuse_non_number("scale", "factor", factor)
+    factor = _number("scale", "factor", factor)
     if not math.isfinite(factor):
         raise ValueError(f"scale(factor={factor}): expected a finite number; to stop a gradient use zero()")
 
@@ -142,7 +150,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
 
     Returns:
         A function for `Tensor.register_hook`. It returns a new tensor and never edits its argument.
-        NaN entries stay NaN, as in `torch.clamp`.
+        NaN entries stay NaN, as in `torch.clamp`, which refuses complex and sparse gradients.
 
     Raises:
         TypeError: a bound is not a real number, or both are missing.
@@ -161,7 +169,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     if not bounds:
         raise TypeError("clip() was given no bound; give min, max or both, for example clip(-1, 1)")
     for name, bound in bounds.items():
-        _refuse_non_number("clip", name, bound)
+        bounds[name] = _number("clip", name, bound)
         if math.isnan(bound):
             raise ValueError(f"clip({name}=nan): expected a number; no gradient lies within a NaN bound")
     if len(bounds) == 2 and min > max:
@@ -211,6 +219,11 @@ def _refuse_unwatchable(name: str, tensor: object) -> None:
         elif isinstance(tensor, list | tuple | dict):
             hint = "; give each tensor a name of its own: watch(a=tensors[0], b=tensors[1])"
         raise TypeError(f"watch({name}=...): expected a tensor, found {type(tensor).__name__}{hint}")
+    if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+        raise ValueError(
+            f"watch({name}=...): this parameter is frozen (requires_grad=False), so no gradient will reach it; "
+            "leave it out: watch only the parameters with requires_grad=True"
+        )
     if not tensor.requires_grad:
         raise ValueError(
             f"watch({name}=...): this tensor of shape {tuple(tensor.shape)} has requires_grad=False, so no "
@@ -219,7 +232,13 @@ def _refuse_unwatchable(name: str, tensor: object) -> None:
         )
 
 
-def _refuse_non_number(function: str, name: str, value: object) -> None:
+def _number(function: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        hint = f"; use {name}.item()" if isinstance(value, Tensor) and value.numel() == 1 else ""
+        hint = ""
+        if isinstance(value, Tensor):  # perhaps what a hook is given, and the maker itself was registered
+            hint = f"; give a plain number, and register {function}(...), not {function} itself"
         raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{function}({name}=...): expected a number that a float can hold") from None

@@ -175,18 +175,21 @@ def languages(page) -> set[str]:
 
 
 def photograph_page(page, name: str) -> None:
-    """Save what a person sees on opening the notebook in front, with its toolbar, as NAME.png."""
+    """Save what a person sees, tool bars and all, around the first drawn picture as NAME.page.png."""
     SCREENSHOTS.mkdir(exist_ok=True)
     page.set_viewport_size(PAGE)
-    page.locator(".jp-NotebookPanel:visible .jp-WindowedPanel-outer").evaluate("it => { it.scrollTop = 0; }")
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+    picture = page.locator(
+        ".jp-NotebookPanel:visible .jp-RenderedSVG, .jp-NotebookPanel:visible .jp-MarkdownOutput img"
+    )
+    picture.first.evaluate("it => it.scrollIntoView({ block: 'center' })")
+    page.screenshot(path=SCREENSHOTS / f"{name}.page.png")
     page.set_viewport_size(VIEWPORT)
 
 
 def photograph(page, name: str) -> None:
     """Save the whole notebook as NAME.1.png, NAME.2.png, ..., each as high as the window."""
     SCREENSHOTS.mkdir(exist_ok=True)
-    for old in SCREENSHOTS.glob(f"{name}.*.png"):
+    for old in SCREENSHOTS.glob(f"{name}.[0-9]*.png"):
         old.unlink()
     scroller = page.locator(".jp-NotebookPanel:visible .jp-WindowedPanel-outer")
     box = scroller.bounding_box()

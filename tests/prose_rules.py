@@ -103,10 +103,12 @@ def glossary(notebook) -> Iterator[str]:
         chinese, english = _words_only(zh), _words_only(en)
         for term in terms():
             in_zh = any(form in chinese for form in term["zh"])
-            in_en = any(re.search(rf"\b{form}\b", english, re.IGNORECASE) for form in term["en"])
-            if in_zh != in_en:
-                has, lacks = (term["zh"], term["en"]) if in_zh else (term["en"], term["zh"])
-                yield f"{cell.id}: one half says {has[0]!r}, the other does not say {' / '.join(lacks)!r}"
+            in_en, maybe_in_en = (any(re.search(rf"\b{form}\b", english, re.IGNORECASE) for form in forms)
+                                  for forms in (term["en"], term["en"] + term.get("also", [])))  # fmt: skip
+            if in_zh and not maybe_in_en:
+                yield f"{cell.id}: the Chinese says {term['zh'][0]!r}, the English does not say {' / '.join(term['en'])!r}"
+            if in_en and not in_zh:
+                yield f"{cell.id}: the English says {term['en'][0]!r}, the Chinese does not say {' / '.join(term['zh'])!r}"
     everything = "\n".join(zh for _, zh, _ in _pairs(notebook))
     for term in terms():
         chinese, given = term["zh"][0], f"{term['zh'][0]}（{term['en'][0]}）"

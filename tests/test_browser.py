@@ -178,5 +178,5 @@ def test_prose_and_table_of_contents_show_no_markup(notebook, page):
 def test_pictures_of_the_whole_notebook_are_kept_for_a_person(notebook, page, language):
     choose(page, language)
     assert lab.languages(page) <= expected(language)
-    lab.photograph_page(page, f"{notebook[0]}.{language}.page")
     lab.photograph(page, f"{notebook[0]}.{language}")
+    lab.photograph_page(page, f"{notebook[0]}.{language}")

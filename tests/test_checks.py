@@ -4,6 +4,7 @@ import html
 import re
 
 import notebook_form
+import numpy as np
 import pytest
 import torch
 
@@ -213,6 +214,14 @@ def test_a_teacher_can_write_a_check_in_a_few_lines():
         (0.3, 1 / 3, False),
         ([1, 2, 3], torch.tensor([1.0, 2.0]), False),
         (float("nan"), torch.tensor(float("nan")), True),
+        (2.01, torch.tensor(2), True),
+        (3, 2, False),
+        ("0.0", 0.0, True),
+        ("[2, 4]", torch.tensor([2.0, 4.0]), True),
+        (torch.tensor(False), False, True),
+        (np.bool_(True), True, True),
+        (np.float32(2), 2.0, True),
+        ("other words", [1.0], False),
         (True, True, True),
         (True, False, False),
         (1, True, False),
@@ -234,6 +243,15 @@ def test_a_teacher_can_write_a_check_in_a_few_lines():
 )
 def test_a_guess_is_compared_by_its_meaning(guess, actual, right):
     assert check.predict("11.1", guess, actual=actual).kind == ("right" if right else "wrong")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0"), (2.2e-07, "2.2e-07"), (1 / 3, "0.3333"), (float("nan"), "nan"), (torch.tensor([1.0, 2.0]), "[1.0, 2.0]"),
+     ({"b", "a"}, "a, b"), (set(), "nothing"), (True, "True"), (None, "None")],
+)  # fmt: skip
+def test_a_value_is_shown_as_one_would_write_it(value, text):
+    assert f"it is `{text}`" in check.predict("11.1", "no such thing", actual=value).en
 
 
 def test_a_missing_guess_is_not_attempted_whatever_happened():

@@ -171,3 +171,23 @@ def test_graph_refuses_what_has_no_graph(t, error, words):
 def test_graph_refuses_a_name_for_something_that_is_no_tensor():
     with pytest.raises(TypeError, match=r"params\['w'\] should be a tensor, found float"):
         draw.graph(chain(1), {"w": 1.0})
+
+
+@pytest.mark.parametrize(
+    "params", [[torch.ones(1)], torch.ones(3), 5, torch.nn.Linear(1, 1), [torch.ones(1, 2)]]
+)
+def test_graph_refuses_params_that_name_nothing(params):
+    with pytest.raises(TypeError, match=r"params should name tensors, as \{\"w\": w\}|should be a tensor"):
+        draw.graph(chain(1), params)
+
+
+def test_graph_refuses_a_name_for_an_arrow():
+    y = chain(1)
+    with pytest.raises(ValueError, match=r"params\['y'\] was computed.*the arrow that leaves MulBackward0"):
+        draw.graph(y * 2, {"y": y})
+    assert "MulBackward0 -> y (2)" in draw.graph(y, {"y": y}).facts
+
+
+def test_a_picture_outside_a_notebook_shows_its_facts():
+    picture = draw.graph(chain(1))
+    assert repr(picture) == str(picture) == picture.facts

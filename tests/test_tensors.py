@@ -3,7 +3,9 @@
 import gc
 import math
 import weakref
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,6 +142,18 @@ def test_watch_refuses_what_is_no_tensor_and_hooks_nothing(x, thing, words):
     assert not x._backward_hooks
 
 
+def test_watch_refuses_a_tensor_without_a_name(x):
+    with pytest.raises(TypeError, match=r"without a name.*watch\(y=y\), of a dict watch\(\*\*tensors\)"):
+        watch(x)
+    assert not x._backward_hooks
+
+
+def test_watch_tells_that_a_parameter_is_frozen():
+    layer = torch.nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"watch\(weight=...\): this parameter is frozen"):
+        watch(weight=layer.weight)
+
+
 def test_watch_refuses_nothing():
     with pytest.raises(TypeError, match=r"nothing to watch.*watch\(y=y\)"):
         watch()
@@ -199,6 +213,11 @@ def test_clip_is_torch_clamp_with_one_bound_or_two():
     assert clip(1, 1)(grad).tolist() == [1.0] * 4
 
 
+def test_a_number_of_any_kind_will_do():
+    assert scale(Fraction(1, 2))(torch.ones(1)).tolist() == [0.5]
+    assert clip(max=np.float32(1))(torch.tensor([3.0])).tolist() == [1.0]
+
+
 def test_zero_also_silences_nan_and_inf():
     assert zero()(torch.tensor([math.nan, math.inf, 1.0])).tolist() == [0.0, 0.0, 0.0]
 
@@ -212,10 +231,16 @@ def test_zero_also_silences_nan_and_inf():
         (lambda: clip(0, float("nan")), ValueError, r"clip\(max=nan\)"),
         (lambda: clip("0", 1), TypeError, r"clip\(min=...\): expected a number, found str"),
         (lambda: clip(0, True), TypeError, "found bool"),
-        (lambda: clip(0, torch.tensor(1.0)), TypeError, r"found Tensor; use max\.item\(\)"),
+        (
+            lambda: clip(0, torch.tensor(1.0)),
+            TypeError,
+            r"found Tensor; give a plain number, and register clip\(...\)",
+        ),
         (lambda: scale("2"), TypeError, r"scale\(factor=...\): expected a number, found str"),
         (lambda: scale(math.nan), ValueError, "finite number"),
         (lambda: scale(math.inf), ValueError, "finite number"),
+        (lambda: scale(10**400), ValueError, "that a float can hold"),
+        (lambda: scale(torch.ones(2)), TypeError, r"register scale\(...\), not scale itself"),
     ],
 )
 def test_a_maker_refuses_a_senseless_number(make, error, words):

@@ -11,8 +11,8 @@ Write your own: copy one of the files beside this one, for example `n00_start_he
 
     >>> from hooklab import check
     >>> check.exercise("00.A", lambda grad: ...)
-    还没有作答。把 `...` 换成你的代码，再运行这一格。
-    Not attempted yet. Replace `...` with your code, then run this cell again.
+    还没有作答。把上面那一格里的 `...` 换成你的代码，先运行那一格，再运行这一格。
+    Not attempted yet. Replace `...` in the cell above with your code, run that cell, then this one.
 """
 
 import dis
@@ -83,8 +83,8 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
     if _untouched(answer):
         return Message(
             "todo",
-            "还没有作答。把 `...` 换成你的代码，再运行这一格。",
-            "Not attempted yet. Replace `...` with your code, then run this cell again.",
+            "还没有作答。把上面那一格里的 `...` 换成你的代码，先运行那一格，再运行这一格。",
+            "Not attempted yet. Replace `...` in the cell above with your code, run that cell, then this one.",
         )
     try:
         # The learner's random numbers and warning filters stay as they are.
@@ -107,7 +107,7 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
 def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     """Compare a `guess` made before a run with what `actual`ly happened, and explain.
 
-    Numbers and tensors agree within 1 %; words regardless of case; a set regardless of order.
+    Fractions agree within 1 %, whole numbers exactly; words regardless of case; a set regardless of order.
 
     Args:
         which: the prediction's id, such as "11.1", or a `Prediction` of your own.
@@ -135,21 +135,26 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
 
 
 def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
-    """Refuse `got` unless it is a tensor with the shape and values of `want`."""
+    """Refuse `got` unless it is a tensor with the shape, dtype and values of `want`."""
+    begin = what_en[0].upper() + what_en[1:]
     if not isinstance(got, Tensor):
         refuse(
             "wrong_type",
             zh=f"{what_zh}应当是张量，得到的是 `{type(got).__name__}`。",
-            en=f"{what_en} should be a tensor; found `{type(got).__name__}`.",
+            en=f"{begin} should be a tensor; found `{type(got).__name__}`.",
         )
-    if got.shape != want.shape:
-        found, expected = tuple(got.shape), tuple(want.shape)
-        refuse(
-            "wrong_shape",
-            zh=f"{what_zh}的形状应当是 `{expected}`，得到的是 `{found}`。",
-            en=f"{what_en} should have shape `{expected}`; found `{found}`.",
-        )
-    if not torch.allclose(got.detach().to(want.dtype), want, rtol=1e-4, atol=1e-6, equal_nan=True):
+    for reason, zh, en, attribute in (
+        ("wrong_shape", "形状", "shape", lambda tensor: tuple(tensor.shape)),
+        ("wrong_dtype", "数据类型", "dtype", lambda tensor: tensor.dtype),
+    ):
+        found, expected = attribute(got), attribute(want)
+        if found != expected:
+            refuse(
+                reason,
+                zh=f"{what_zh}的{zh}应当是 `{expected}`，得到的是 `{found}`。",
+                en=f"{begin} should have the {en} `{expected}`; found `{found}`.",
+            )
+    if not torch.allclose(got.detach(), want, rtol=1e-4, atol=1e-6, equal_nan=True):
         refuse(
             "wrong_values",
             zh=f"形状没错，但{what_zh}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
 
@@ -51,95 +52,121 @@ HALVE = Exercise(
         "wrong_values": lambda grad: grad * 2,
         "wrong_shape": lambda grad: grad.sum() / 2,
         "wrong_type": lambda grad: [g / 2 for g in grad.tolist()],
+        "wrong_dtype": lambda grad: (grad / 2).float(),
         "raised": lambda grad: gradient / 2,  # noqa: F821
     },
     zh="返回一个新张量，原来的梯度分毫未动：改梯度就该这样改。",
     en="A new tensor is returned and the old one is left alone: that is how to change a gradient.",
 )
 
-# ---- 00.B: run a module once, look at its output's shape, leave no trace ----
+# ---- 00.B: run a model once, look at the shape inside it, leave no trace ----
 
 
-def peek(module, x):
+def peek(model, name, x):
     shapes = []
-    handle = module.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    child = model.get_submodule(name)
+    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
     try:
-        return module(x), shapes[0]
+        return model(x), shapes[0]
     finally:
         handle.remove()
 
 
-class _Fails(nn.Module):
+class _Net(nn.Module):
+    """A net whose middle cannot be seen from outside."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.inner, self.head, self.fails = nn.Linear(3, 5), nn.Linear(5, 2), fails
+
     def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("this module always fails")
+        hidden = self.inner(x)
+        if self.fails:
+            raise ValueError("this model always fails")
+        return self.head(hidden)
 
 
 def examine_peek(answer):
-    module, x, calls = nn.Linear(3, 2), torch.randn(4, 3), []
-    want = module(x)
-    module.register_forward_hook(lambda *args: calls.append("ours"))
-    got = answer(module, x)
+    model, x, calls = _Net(), torch.randn(4, 3), []
+    want = model(x)
+    model.inner.register_forward_hook(lambda *args: calls.append("ours"))
+    hung_everywhere = dict(_global_forward_hooks)
+    try:
+        _examine_run(answer(model, "inner", x), calls, want)
+        _examine_traces(answer, model, hung_everywhere)
+    finally:  # a global hook that stays would fire in everything the learner does next
+        _global_forward_hooks.clear()
+        _global_forward_hooks.update(hung_everywhere)
+
+
+def _examine_run(got, calls, want):
     if not (isinstance(got, tuple) and len(got) == 2):
         refuse(
             "not_a_pair",
             zh=f"应当返回一对值 `(output, shape)`，得到的是 `{type(got).__name__}`。",
             en=f"Return a pair `(output, shape)`; found `{type(got).__name__}`.",
         )
-    _examine_run(calls, got, want)
-    _examine_traces(answer, module)
-
-
-def _examine_run(calls, got, want):
+    output, shape = got
+    if isinstance(shape, Tensor) and isinstance(output, tuple):
+        refuse(
+            "swapped",
+            zh="两个值的次序反了：先 `output`，后 `shape`。",
+            en="The two values are in the wrong order: `output` first, then `shape`.",
+        )
     if len(calls) != 1:
         refuse(
             "wrong_call_count",
-            zh=f"我们事先挂在模块上的钩子触发了 {len(calls)} 次，应当是 1 次。是不是调用了 `module.forward(x)`，或者运行了不止一遍？",
-            en=f"A hook that we hung on the module fired {len(calls)} times instead of 1. Was `module.forward(x)` "
-            "called, or the module run more than once?",
-        )
-    output, shape = got
-    if not isinstance(output, Tensor):
-        refuse(
-            "replaced_output",
-            zh=f"模块的输出变成了 `{type(output).__name__}`。前向钩子的返回值只要不是 `None`，就会顶替输出；看看你的钩子返回了什么。",
-            en=f"The module's output is now of type `{type(output).__name__}`. Whatever a forward hook returns, other than "
-            "`None`, replaces the output: look at what yours returns.",
+            zh=f"我们事先挂在 `inner` 上的钩子触发了 {len(calls)} 次，应当是 1 次。是不是调用了 `forward`，或者运行了不止一遍？",
+            en=f"A hook that we hung on `inner` fired {len(calls)} times instead of 1. Was `forward` called, or the model "
+            "run more than once?",
         )
     expect_like(output, want, "输出", "the output")
-    if not isinstance(shape, tuple) or tuple(shape) != tuple(want.shape):
+    if not output.requires_grad:
+        refuse(
+            "detached",
+            zh="输出的数值对，但它和计算图断开了，没法再训练。看一眼不应当改变模型的行为。",
+            en="The output has the right values but is cut off from the graph: it cannot be trained. A look should not "
+            "change what the model does.",
+        )
+    if not isinstance(shape, tuple) or tuple(shape) != (4, 5):
         refuse(
             "wrong_output_shape",
-            zh=f"输出的形状应当是 `{tuple(want.shape)}`，得到的是 `{shape}`。",
-            en=f"The output's shape is `{tuple(want.shape)}`; found `{shape}`.",
+            zh=f"`inner` 的输出形状应当是 `(4, 5)`，得到的是 `{shape}`。",
+            en=f"The output of `inner` has the shape `(4, 5)`; found `{shape}`.",
         )
 
 
-def _examine_traces(answer, module):
-    if len(module._forward_hooks) > 1:
+def _examine_traces(answer, model, hung_everywhere):
+    hooks = len(model.inner._forward_hooks)
+    if (
+        hooks > 1
+        or any(part._forward_hooks for part in (model, model.head))
+        or _global_forward_hooks != hung_everywhere
+    ):
         refuse(
             "left_behind",
-            zh="函数返回以后，钩子还挂在模块上，以后每次前向都会再触发。`register_forward_hook` 返回的句柄就是用来取下它的。",
-            en="The hook is still on the module after the function has returned, and fires in every later forward. "
-            "The handle that `register_forward_hook` returns is there to take it off.",
+            zh="函数返回以后，钩子还挂着，以后每次前向都会再触发。注册函数返回的句柄就是用来取下它的。",
+            en="The hook is still there after the function has returned, and fires in every later forward. The handle "
+            "that the registration returns is there to take it off.",
         )
-    if len(module._forward_hooks) < 1:
+    if hooks < 1:
         refuse(
             "removed_others",
-            zh="模块上原有的、不归你管的钩子也被取下了。请只取下你自己挂的那一个。",
-            en="A hook that was on the module before, and is not yours, is gone too. Take off only the one that you hung.",
+            zh="`inner` 上原有的、不归你管的钩子也被取下了。请只取下你自己挂的那一个。",
+            en="A hook that was on `inner` before, and is not yours, is gone too. Take off only the one that you hung.",
         )
-    failing = _Fails()
+    failing = _Net(fails=True)
     try:
-        answer(failing, torch.ones(1))
+        answer(failing, "inner", torch.ones(1, 3))
     except ValueError:
         pass
     else:
         refuse(
             "hid_the_error",
-            zh="模块前向时抛出的异常被吞掉了；调用者应当能看到它。",
-            en="The module raised in its forward, and the error was swallowed; the caller should see it.",
+            zh="模型前向时抛出的异常被吞掉了；调用者应当能看到它。",
+            en="The model raised in its forward, and the error was swallowed; the caller should see it.",
         )
-    if failing._forward_hooks:
+    if failing.inner._forward_hooks:
         refuse(
             "left_after_error",
             zh="前向中途出错时，取下钩子的那一行没有执行到。想想 Python 里怎样保证“无论如何都要执行”。",
@@ -148,44 +175,54 @@ def _examine_traces(answer, module):
         )
 
 
-def left_behind(module, x):
+def left_behind(model, name, x):
     shapes = []
-    module.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-    return module(x), shapes[0]
+    model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: shapes.append(tuple(output.shape))
+    )
+    return model(x), shapes[0]
 
 
-def left_after_error(module, x):
+def left_after_error(model, name, x):
     shapes = []
-    handle = module.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-    output = module(x)
+    child = model.get_submodule(name)
+    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    output = model(x)
     handle.remove()
     return output, shapes[0]
 
 
-def removed_others(module, x):
-    output, shape = left_behind(module, x)
-    module._forward_hooks.clear()
+def removed_others(model, name, x):
+    output, shape = left_behind(model, name, x)
+    model.get_submodule(name)._forward_hooks.clear()
     return output, shape
 
 
-def replaced_output(module, x):
+def returned_the_shape(model, name, x):
     shapes = {}
-    handle = module.register_forward_hook(
+    child = model.get_submodule(name)
+    handle = child.register_forward_hook(
         lambda module, args, output: shapes.setdefault("shape", output.shape)
     )
-    output = module(x)
-    handle.remove()
-    return output, shapes["shape"]
-
-
-def called_forward(module, x):
-    output = module.forward(x)
-    return output, tuple(output.shape)
-
-
-def hid_the_error(module, x):
     try:
-        return peek(module, x)
+        return model(x), shapes["shape"]
+    finally:
+        handle.remove()
+
+
+def called_forward(model, name, x):
+    hidden = model.inner.forward(x)
+    return model.head(hidden), tuple(hidden.shape)
+
+
+def detached(model, name, x):
+    with torch.no_grad():
+        return peek(model, name, x)
+
+
+def hid_the_error(model, name, x):
+    try:
+        return peek(model, name, x)
     except Exception:
         return None, None
 
@@ -198,22 +235,24 @@ PEEK = Exercise(
         "left_behind": left_behind,
         "left_after_error": left_after_error,
         "removed_others": removed_others,
-        "replaced_output": replaced_output,
+        "raised": returned_the_shape,
         "wrong_call_count": called_forward,
+        "detached": detached,
         "hid_the_error": hid_the_error,
-        "not_a_pair": lambda module, x: module(x),
-        "wrong_output_shape": lambda module, x: (module(x), x.shape),
+        "swapped": lambda model, name, x: peek(model, name, x)[::-1],
+        "not_a_pair": lambda model, name, x: model(x),
+        "wrong_output_shape": lambda model, name, x: (output := model(x), tuple(output.shape)),
     },
-    zh="看到了形状，输出没变，出错时也不留钩子。",
-    en="The shape is seen, the output unchanged, and no hook stays, not even after an error.",
+    zh="看到了里面的形状，输出没变，出错时也不留钩子。",
+    en="The shape inside is seen, the output unchanged, and no hook stays, not even after an error.",
 )
 
 CHECKS = [
     Prediction(
         "00.1",
-        zh="模块钩子挂在 `Module.__call__` 这一层：`layer(x)` 会经过它；`layer.forward(x)` 绕了过去，钩子毫不知情。",
+        zh="模块钩子挂在 `Module.__call__` 这一层：`layer(x)` 会经过它；`layer.forward(x)` 绕了过去，钩子毫不知情，反向的模块钩子也一样。",
         en="A module hook sits in `Module.__call__`: `layer(x)` goes through it, `layer.forward(x)` goes round it and "
-        "the hook never hears of it.",
+        "the hook never hears of it; nor do the module's backward hooks.",
     ),
     Prediction(
         "00.2",

@@ -16,9 +16,18 @@ def gradient_of(loss, tensor):
 
 
 def examine_gradient_of(answer):
-    x = torch.randn(2, 3, requires_grad=True)
-    hidden = x * 2
-    got = answer((hidden**3).sum(), hidden)
+    for power in (3, 4):
+        x = torch.randn(2, 3, requires_grad=True)
+        hidden = x * 2
+        got = answer((hidden**power).sum(), hidden)
+        _examine_gradient(got, power * hidden.detach() ** (power - 1), hidden, touched=x.grad is not None)
+    leaf = torch.randn(3, requires_grad=True)
+    leaf.grad = torch.full((3,), 7.0)
+    got = answer((leaf**2).sum(), leaf)
+    _examine_gradient(got, 2 * leaf.detach(), leaf, touched=not torch.equal(leaf.grad, torch.full((3,), 7.0)))
+
+
+def _examine_gradient(got, want, tensor, touched):
     if isinstance(got, tuple | list):
         refuse(
             "tuple",
@@ -26,38 +35,56 @@ def examine_gradient_of(answer):
             en=f"Found a `{type(got).__name__}` of {len(got)}. `torch.autograd.grad` returns one gradient per input; "
             "here a single tensor is wanted.",
         )
-    if got is None:
+    if got is None and touched:
         refuse(
             "got_none",
             zh="得到的是 `None`。`tensor` 不是叶子，反向传播之后它的 `.grad` 里什么也没有。",
             en="Found `None`. `tensor` is not a leaf: after backward its `.grad` holds nothing.",
         )
-    if x.grad is not None:
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`：是不是忘了 `return`？",
+            en="The function returned `None`: is `return` missing?",
+        )
+    if touched or tensor.retains_grad or (not tensor.is_leaf and tensor.grad is not None):
         refuse(
             "filled_grad",
-            zh="梯度拿到了，但叶子的 `.grad` 也被写入了，下一次 `optimizer.step()` 会用到它。有一个函数只算梯度，不写 `.grad`。",
-            en="The gradient is there, but the leaf's `.grad` was filled as well, and the next `optimizer.step()` would "
-            "use it. There is a function that computes without storing.",
+            zh="梯度拿到了，但有张量的 `.grad` 被写入了；如果那是模型的参数，下一次 `optimizer.step()` 会用到它。有一个函数只算梯度，不写 `.grad`。",
+            en="The gradient is there, but a `.grad` was filled as well; were it a parameter's, the next `optimizer.step()` "
+            "would use it. There is a function that computes without storing.",
+        )
+    if tensor._backward_hooks:
+        refuse(
+            "left_behind",
+            zh="函数返回以后，`tensor` 上还挂着你的钩子，以后每次反向都会再触发。",
+            en="After the function has returned, your hook is still on `tensor` and fires in every later backward.",
         )
     if isinstance(got, Tensor) and got.requires_grad:
         refuse(
             "attached",
-            zh="返回的梯度自己还带着计算图，会让整张图一直占着内存。这里不需要再对它求导。",
-            en="The gradient carries a graph of its own, which keeps the whole computation in memory. Nobody "
+            zh="返回的梯度自己还带着计算图；只要它还在，整张图就占着内存。这里不需要再对它求导。",
+            en="The gradient carries a graph of its own, and the whole graph stays in memory as long as it does. Nobody "
             "differentiates it again here.",
         )
-    expect_like(got, 3 * hidden.detach() ** 2, "梯度", "the gradient")
-
-
-def filled_grad(loss, tensor):
-    tensor.retain_grad()
-    loss.backward()
-    return tensor.grad
+    expect_like(got, want, "梯度", "the gradient")
 
 
 def got_none(loss, tensor):
     loss.backward()
     return tensor.grad if tensor.is_leaf else None
+
+
+def hooked(loss, tensor):
+    seen = []
+    tensor.register_hook(seen.append)
+    torch.autograd.grad(loss, tensor)
+    return seen[0]
+
+
+def filled_only_its_own(loss, tensor):
+    loss.backward(inputs=[tensor])
+    return tensor.grad
 
 
 GRADIENT_OF = Exercise(
@@ -66,8 +93,10 @@ GRADIENT_OF = Exercise(
     gradient_of,
     {
         "tuple": lambda loss, tensor: torch.autograd.grad(loss, tensor),
-        "filled_grad": filled_grad,
+        "filled_grad": filled_only_its_own,
         "got_none": got_none,
+        "returned_nothing": lambda loss, tensor: print(torch.autograd.grad(loss, tensor)[0].shape),
+        "left_behind": hooked,
         "attached": lambda loss, tensor: torch.autograd.grad(loss, tensor, create_graph=True)[0],
         "wrong_values": lambda loss, tensor: torch.ones_like(tensor),
         "wrong_shape": lambda loss, tensor: torch.autograd.grad(loss, tensor)[0].mean(),
@@ -95,15 +124,22 @@ def examine_record(answer):
             zh=f"应当返回一个列表，得到的是 `{type(gradients).__name__}`。",
             en=f"Return a list; found `{type(gradients).__name__}`.",
         )
+    if gradients or answer(x * 3) is gradients:
+        refuse(
+            "shared_list",
+            zh="每次调用 `record` 都应当得到一个新的空列表；这一个里面已经有东西，或者就是上次那一个。",
+            en="Every call of `record` should return a new, empty list; this one already holds something, or is the one "
+            "from the last call.",
+        )
     (y * 3).sum().backward(retain_graph=True)
     (y * 5).sum().backward()
     _examine_recorded(gradients)
     if x.grad.tolist() != [16.0, 16.0]:
         refuse(
             "changed",
-            zh=f"记录的同时改掉了梯度：`x.grad` 应为 `[16.0, 16.0]`，现在是 `{x.grad.tolist()}`。钩子的返回值只要不是 `None`，就会顶替梯度。",
+            zh=f"记录的同时改掉了梯度：`x.grad` 应为 `[16.0, 16.0]`，现在是 `{x.grad.tolist()}`。钩子的返回值只要不是 `None`，就会顶替梯度；在钩子里原地改它也一样。",
             en=f"Recording has changed the gradient: `x.grad` should be `[16.0, 16.0]`, it is `{x.grad.tolist()}`. "
-            "Whatever a hook returns, other than `None`, replaces the gradient.",
+            "Whatever a hook returns, other than `None`, replaces the gradient; so does an edit in place.",
         )
     _examine_copy(answer)
     _examine_freed(answer)
@@ -113,17 +149,19 @@ def _examine_recorded(gradients):
     if not gradients:
         refuse(
             "nothing_recorded",
-            zh="反向传播跑了两遍，列表还是空的。在函数里给名字赋值，得到的是新的局部变量；往列表里追加就不会。",
-            en="Backward ran twice and the list is still empty. Assigning to a name inside a function makes a new local "
-            "variable; adding to a list does not.",
+            zh="反向传播跑了两遍，你返回的那个列表还是空的。钩子还挂着吗？它往里追加的，是不是你返回的那同一个列表？",
+            en="Backward ran twice and the list you returned is empty. Is the hook still on the tensor? Does it add to "
+            "that very list, or to a new one?",
         )
-    if any(not isinstance(gradient, Tensor) for gradient in gradients):
+    if gradients[0] is None:
         refuse(
             "read_dot_grad",
             zh="记下来的是 `None`。钩子触发时梯度还在路上，`.grad` 里什么也没有；要记的是传给钩子的那个参数。",
             en="What was recorded is `None`. When the hook fires the gradient is still on its way and `.grad` is empty; "
             "record the argument that the hook is given.",
         )
+    if not isinstance(gradients[0], Tensor):
+        expect_like(gradients[0], torch.ones(2), "记下的梯度", "what was recorded")
     if len(gradients) != 2:
         refuse(
             "only_last",
@@ -159,9 +197,9 @@ def _examine_freed(answer):
     if alive() is not None:
         refuse(
             "never_freed",
-            zh="张量用完之后没有被释放。钩子引用了它所挂的张量，形成循环引用，连 `gc.collect()` 也回收不了。",
-            en="The tensor is never freed. The hook refers to the tensor that it hangs on, so each keeps the other; not "
-            "even `gc.collect()` can help.",
+            zh="张量用完之后没有被释放：有东西还引用着它，多半是钩子自己。这样的循环连 `gc.collect()` 也回收不了。",
+            en="The tensor is not freed after use: something still refers to it, most likely the hook itself. Not even "
+            "`gc.collect()` breaks such a circle.",
         )
 
 
@@ -173,6 +211,14 @@ def nothing_recorded(tensor):
 
     tensor.register_hook(hook)
     return gradients
+
+
+SHARED = []
+
+
+def shared_list(tensor):
+    tensor.register_hook(lambda grad: SHARED.append(grad.clone()))
+    return SHARED
 
 
 def only_last(tensor):
@@ -221,6 +267,12 @@ def never_freed(tensor):
     return gradients
 
 
+def record_numbers(tensor):
+    gradients = []
+    tensor.register_hook(lambda grad: gradients.append(grad.tolist()))
+    return gradients
+
+
 RECORD = Exercise(
     "11.B",
     examine_record,
@@ -228,6 +280,8 @@ RECORD = Exercise(
     {
         "nothing_recorded": nothing_recorded,
         "only_last": only_last,
+        "shared_list": shared_list,
+        "wrong_type": record_numbers,
         "read_dot_grad": read_dot_grad,
         "changed": changed,
         "not_a_copy": not_a_copy,
@@ -259,7 +313,19 @@ class _HalfUsed(nn.Module):
 def examine_without_gradient(answer):
     model = _HalfUsed()
     model(torch.randn(4, 2)).sum().backward()
-    got = answer(model)
+    _examine_names(answer(model))
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    other[0](torch.randn(4, 2)).sum().backward()
+    if sorted(answer(other)) != ["1.bias", "1.weight"]:
+        refuse(
+            "one_model_only",
+            zh="换一个模型就不对了：第二层没有用到的 `Sequential`，应当得到 `['1.weight', '1.bias']`。",
+            en="It fails for another model: of a `Sequential` whose second layer is not used, `['1.weight', '1.bias']` "
+            "is wanted.",
+        )
+
+
+def _examine_names(got):
     if not isinstance(got, list | tuple | set) or any(not isinstance(name, str) for name in got):
         refuse(
             "not_names",
@@ -269,9 +335,9 @@ def examine_without_gradient(answer):
     if any(name.startswith("used") for name in got):
         refuse(
             "data_grad",
-            zh="连确实收到梯度的参数也列了进来。`param.data` 每次都是一个新张量，它的 `.grad` 永远是 `None`。",
-            en="Parameters that did get a gradient are listed too. `param.data` is a new tensor each time, and its "
-            "`.grad` is always `None`.",
+            zh="`used` 层的参数收到了梯度，却也在列表里。把它们的 `.grad` 打印出来看看；`.data` 和 `state_dict()` 给的是新张量，没有梯度。",
+            en="The parameters of `used` did get a gradient and are listed. Print their `.grad`; `.data` and "
+            "`state_dict()` hand out new tensors that have none.",
         )
     if "dead" in got:
         refuse(
@@ -287,11 +353,11 @@ def examine_without_gradient(answer):
             en="Frozen parameters (`requires_grad=False`) are not meant to have a gradient; listing them hides the real "
             "problem.",
         )
-    if set(got) != {"forgotten.weight", "forgotten.bias"}:
+    if sorted(got) != ["forgotten.bias", "forgotten.weight"]:
         refuse(
             "missed",
-            zh=f"`forgotten` 层的两个参数没有收到梯度，应当都列出来；得到的是 `{sorted(got)}`。",
-            en=f"Both parameters of `forgotten` got no gradient and should be listed; found `{sorted(got)}`.",
+            zh=f"`forgotten` 层的两个参数没有收到梯度，应当各列一次；得到的是 `{sorted(got)}`。",
+            en=f"Both parameters of `forgotten` got no gradient and should be listed once; found `{sorted(got)}`.",
         )
 
 
@@ -307,6 +373,7 @@ WITHOUT_GRADIENT = Exercise(
         "data_grad": lambda model: named(model, lambda param: param.data.grad is None),
         "zero_counted": lambda model: named(model, lambda param: param.grad is None or not param.grad.any()),
         "frozen_counted": lambda model: named(model, lambda param: param.grad is None),
+        "one_model_only": lambda model: ["forgotten.weight", "forgotten.bias"],
         "missed": lambda model: [name for name in without_gradient(model) if name.endswith("weight")],
         "not_names": lambda model: [param for param in model.parameters() if param.grad is None],
         "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
@@ -318,9 +385,9 @@ WITHOUT_GRADIENT = Exercise(
 CHECKS = [
     Prediction(
         "11.1",
-        zh="反向传播只往叶子张量的 `.grad` 里存。`z` 和 `o` 是算出来的，梯度流过它们，但没有留下。",
-        en="Backward stores into the `.grad` of leaf tensors only. `z` and `o` were computed: their gradients passed "
-        "through and were not kept.",
+        zh="`backward()` 往 `.grad` 里加，而不是覆盖：两次反向，读到的是两次之和。训练循环每步都要 `zero_grad()`，原因就在这里。",
+        en="`backward()` adds to `.grad` and does not overwrite it: after two of them you read the sum of both. This is "
+        "why a training loop calls `zero_grad()` in every step.",
     ),
     Prediction(
         "11.2",
