@@ -144,7 +144,7 @@ RULE_DAMAGES = {
         prose_rules.two_languages,
     ),
     "a heading in one language": (
-        lambda notebook: replace(notebook, "kept-where", "钩子存在哪儿 · ", ""),
+        lambda notebook: replace(notebook, "kept-where", "钩子放在哪里 · ", ""),
         prose_rules.headings,
     ),
     "a number edited in one language": (

@@ -1,6 +1,7 @@
 """Checks of notebook 11: reading gradients."""
 
 import gc
+import warnings
 import weakref
 
 import torch
@@ -47,7 +48,10 @@ def _examine_gradient(got, want, tensor, touched):
             zh="函数返回了 `None`：是不是忘了 `return`？",
             en="The function returned `None`: is `return` missing?",
         )
-    if touched or tensor.retains_grad or (not tensor.is_leaf and tensor.grad is not None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reading the .grad of a tensor that is no leaf warns
+        filled = tensor.retains_grad or (not tensor.is_leaf and tensor.grad is not None)
+    if touched or filled:
         refuse(
             "filled_grad",
             zh="梯度拿到了，但有张量的 `.grad` 被写入了；如果那是模型的参数，下一次 `optimizer.step()` 会用到它。有一个函数只算梯度，不写 `.grad`。",
