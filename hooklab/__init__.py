@@ -13,7 +13,21 @@ except ModuleNotFoundError as error:
     ) from None
 
 from hooklab import draw
+from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
 from hooklab.exercises import check
 from hooklab.tensors import clip, scale, watch, zero
+from hooklab.trace import trace
 
-__all__ = ["check", "clip", "draw", "scale", "watch", "zero"]
+__all__ = [
+    "HookLeak",
+    "HookRecord",
+    "check",
+    "clip",
+    "draw",
+    "hooks_on",
+    "no_leftovers",
+    "scale",
+    "trace",
+    "watch",
+    "zero",
+]

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from numbers import Real
 
 import torch
 from torch import Tensor
+
+from hooklab import _refuse
 
 __all__ = ["Watch", "clip", "scale", "watch", "zero"]
 
@@ -107,7 +108,7 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     if not tensors:
         raise TypeError("watch() was given nothing to watch; name the tensors, for example watch(y=y)")
     for name, tensor in tensors.items():
-        _refuse_unwatchable(name, tensor)
+        _refuse.unhookable("watch", name, tensor)
     return Watch(tensors)
 
 
@@ -131,7 +132,7 @@ def scale(factor: float) -> Hook:
         >>> x.grad
         tensor([0.5000, 0.5000])
     """
-    factor = _number("scale", "factor", factor)
+    factor = _refuse.number("scale", "factor", factor)
     if not math.isfinite(factor):
         raise ValueError(f"scale(factor={factor}): expected a finite number; to stop a gradient use zero()")
 
@@ -169,7 +170,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     if not bounds:
         raise TypeError("clip() was given no bound; give min, max or both, for example clip(-1, 1)")
     for name, bound in bounds.items():
-        bounds[name] = _number("clip", name, bound)
+        bounds[name] = _refuse.number("clip", name, bound)
         if math.isnan(bound):
             raise ValueError(f"clip({name}=nan): expected a number; no gradient lies within a NaN bound")
     if len(bounds) == 2 and min > max:
@@ -209,36 +210,3 @@ def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[
             order.append(name)
 
     return record
-
-
-def _refuse_unwatchable(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        hint = ""
-        if isinstance(tensor, torch.nn.Module):
-            hint = "; of a module, watch a parameter: watch(weight=module.weight)"
-        elif isinstance(tensor, list | tuple | dict):
-            hint = "; give each tensor a name of its own: watch(a=tensors[0], b=tensors[1])"
-        raise TypeError(f"watch({name}=...): expected a tensor, found {type(tensor).__name__}{hint}")
-    if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-        raise ValueError(
-            f"watch({name}=...): this parameter is frozen (requires_grad=False), so no gradient will reach it; "
-            "leave it out: watch only the parameters with requires_grad=True"
-        )
-    if not tensor.requires_grad:
-        raise ValueError(
-            f"watch({name}=...): this tensor of shape {tuple(tensor.shape)} has requires_grad=False, so no "
-            f"gradient will reach it; call {name}.requires_grad_() before computing with it, and check that "
-            "torch.no_grad() is off"
-        )
-
-
-def _number(function: str, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        hint = ""
-        if isinstance(value, Tensor):  # perhaps what a hook is given, and the maker itself was registered
-            hint = f"; give a plain number, and register {function}(...), not {function} itself"
-        raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{function}({name}=...): expected a number that a float can hold") from None

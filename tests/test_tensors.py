@@ -133,7 +133,7 @@ def test_watch_refuses_a_tensor_that_needs_no_gradient_and_hooks_nothing(x):
         (3.0, "expected a tensor, found float"),
         (None, "found NoneType"),
         ([torch.ones(1)], "found list; give each tensor a name"),
-        (torch.nn.Linear(1, 1), "found Linear; of a module, watch a parameter"),
+        (torch.nn.Linear(1, 1), "found Linear; of a module, take a parameter"),
     ],
 )
 def test_watch_refuses_what_is_no_tensor_and_hooks_nothing(x, thing, words):

@@ -1,0 +1,73 @@
+"""What a trace is made of: events, how they are written, and what is concluded from them."""
+
+from dataclasses import dataclass
+
+__all__ = ["PHASES", "Event", "line", "with_module_backward"]
+
+PHASES = ("forward", "backward", "recompute", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One hook firing.
+
+    Attributes:
+        kind: PyTorch's word for the hook: `"forward hook"`, `"tensor hook"`, `"Node pre-hook"`, `"pack"`, …
+        where: the module, tensor, Node or optimizer; `#2` marks a module's second call in one forward.
+        phase: `"forward"`, `"backward"`, `"recompute"` (a forward inside backward) or `"step"`.
+        shape: of the tensor concerned (the first, where there are several), or None.
+        inside: the modules whose forward was running, outermost first; for a Node, when it was created.
+        inferred: not seen directly but concluded from the events around it.
+    """
+
+    kind: str
+    where: str
+    phase: str
+    shape: tuple[int, ...] | None = None
+    inside: tuple[str, ...] = ()
+    inferred: bool = False
+
+
+def line(number: int, event: Event) -> str:
+    """One event as text: number, phase, kind, place (indented by module), shape."""
+    depth = len(event.inside) - (event.where in event.inside)
+    shape = "" if event.shape is None else f" {event.shape}"
+    mark = " (inferred)" if event.inferred else ""
+    return f"{number:4} {event.phase:9} {event.kind:25} {'  ' * depth}{event.where}{shape}{mark}".rstrip()
+
+
+def with_module_backward(recorded: list[tuple[Event, int]]) -> list[Event]:
+    """The events, with the begin and the end of each module's backward put in.
+
+    A module's backward begins before the first Node and ends after the last Node that its forward has
+    created. `recorded` holds each event with the number of its backward run.
+    """
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    for position, (event, run) in enumerate(recorded):
+        if event.kind in ("Node pre-hook", "Node hook"):
+            for module in event.inside:
+                first.setdefault((module, run), position)
+                last[module, run] = position
+    begins: dict[int, list[str]] = {}
+    ends: dict[int, list[str]] = {}
+    for (module, run), position in first.items():
+        begins.setdefault(position, []).append(module)
+        ends.setdefault(last[module, run], []).append(module)
+    events: list[Event] = []
+    for position, (event, _) in enumerate(recorded):
+        events += [_edge("begins", module, event) for module in _nested(begins.get(position, []), event)]
+        events.append(event)
+        events += [
+            _edge("ends", module, event) for module in reversed(_nested(ends.get(position, []), event))
+        ]
+    return events
+
+
+def _nested(modules: list[str], event: Event) -> list[str]:
+    return sorted(modules, key=event.inside.index)
+
+
+def _edge(what: str, module: str, event: Event) -> Event:
+    inside = event.inside[: event.inside.index(module) + 1]
+    return Event(f"module backward {what}", module, "backward", inside=inside, inferred=True)

@@ -1,0 +1,206 @@
+"""Part 1: which hooks are installed, and none left behind."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from hooklab._hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
+
+__all__ = ["HookLeak", "HookRecord", "hooks_on", "no_leftovers"]
+
+
+@dataclass(frozen=True)
+class HookRecord:
+    """One installed hook.
+
+    Attributes:
+        kind: PyTorch's word: `"forward hook"`, `"tensor hook"`, `"retain_grad"`, `"saved-tensor hooks"`, …
+        place: the module, parameter or tensor that it is on, or `"everywhere"` for a global one.
+        function: the qualified name of the function; empty for retain_grad, which has none.
+        file, line: where the function is written; None for what has no source in Python.
+        options: those that were switched on, such as `("with_kwargs",)`.
+        owner: `"hooklab"`, `"torch"` (PyTorch's own, such as weight norm) or `"user"`.
+    """
+
+    kind: str
+    place: str
+    function: str = ""
+    file: str | None = None
+    line: int | None = None
+    options: tuple[str, ...] = ()
+    owner: str = "user"
+    key: tuple = field(default=(), repr=False)  # tells two registrations of one function apart
+
+    def __str__(self) -> str:
+        source = f" ({_short(self.file)}:{self.line})" if self.file else ""
+        by = f": {self.function}{source}" if self.function else ""
+        options = f" [{', '.join(self.options)}]" if self.options else ""
+        owner = f" ({self.owner}'s own)" if self.owner != "user" else ""
+        return f"{self.kind} on {self.place}{by}{options}{owner}"
+
+
+class HookLeak(RuntimeError):
+    """Hooks outlived the block that should have removed them; `hooks` lists them."""
+
+    def __init__(self, hooks: list[HookRecord]):
+        self.hooks = hooks
+        lines = "\n".join(f"  {hook}" for hook in hooks)
+        super().__init__(
+            f"{len(hooks)} hook(s) outlived the block; keep the handles and call .remove():\n{lines}"
+        )
+
+
+def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
+    """Every hook that can be listed on `obj`, and the global ones.
+
+    Args:
+        obj: a module (with all its submodules and parameters), a tensor or an optimizer.
+
+    Returns:
+        One `HookRecord` per registration, in the order of the modules; then the global ones. Hooks on autograd
+        Nodes cannot be listed from Python, and saved-tensor hooks only the innermost pair of this thread.
+
+    Raises:
+        TypeError: `obj` is none of the three.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> handle = layer.register_forward_hook(print)
+        >>> for hook in hooks_on(layer):
+        ...     print(hook)
+        forward hook on Linear: print
+
+    Source: the `OrderedDict`s in `torch/nn/modules/module.py`, `torch/_tensor.py` and `torch/optim/optimizer.py`.
+    """
+    if isinstance(obj, nn.Module):
+        found = _on_model(obj)
+    elif isinstance(obj, Tensor):
+        found = _on_tensor(obj, "the tensor")
+    elif isinstance(obj, Optimizer):
+        found = _in_tables(obj, ON_OPTIMIZER, type(obj).__name__)
+    else:
+        hint = "; it is a handle: ask the module or the tensor" if hasattr(obj, "hooks_dict_ref") else ""
+        if isinstance(obj, torch.autograd.graph.Node):
+            hint = "; hooks on autograd Nodes cannot be listed from Python"
+        raise TypeError(
+            f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}"
+        )
+    return [*found, *_everywhere()]
+
+
+@contextmanager
+def no_leftovers(model: nn.Module) -> Iterator[None]:
+    """Make sure that a block leaves no hook behind that was not there before, also when it raises.
+
+    Args:
+        model: the module whose hooks are compared, with submodules, parameters and the global hooks.
+
+    Raises:
+        HookLeak: at the end of the block, naming each hook that outlived it. If the block raised, its error is
+            the cause of this one.
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> with no_leftovers(layer):
+        ...     handle = layer.register_forward_hook(print)
+        ...     handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"no_leftovers: expected a module, found {type(model).__name__}")
+    before = {hook.key for hook in hooks_on(model)}
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+    left = [hook for hook in hooks_on(model) if hook.key not in before]
+    if left:
+        raise HookLeak(left) from error
+    if error is not None:
+        raise error
+
+
+def _on_model(model: nn.Module) -> Iterator[HookRecord]:
+    for name, module in model.named_modules():
+        yield from _in_tables(module, ON_MODULE, name or type(module).__name__)
+        for own, param in module.named_parameters(recurse=False):
+            yield from _on_tensor(param, f"{name}.{own}" if name else own)
+
+
+def _on_tensor(tensor: Tensor, place: str) -> Iterator[HookRecord]:
+    yield from _in_tables(tensor, ON_TENSOR, place)
+    if tensor.retains_grad:
+        yield HookRecord("retain_grad", place, key=("retain_grad", place))
+
+
+def _everywhere() -> Iterator[HookRecord]:
+    yield from _in_tables(modules, GLOBAL_MODULE, "everywhere")
+    yield from _in_tables(optimizers, GLOBAL_OPTIMIZER, "everywhere")
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None and (pair := top(False)) is not None:
+        key = ("saved-tensor hooks", id(pair[0]), id(pair[1]))
+        yield _record("saved-tensor hooks", "this thread", pair[0], (), key)
+
+
+def _in_tables(obj: Any, tables: dict[str, tuple[str, dict[str, str]]], place: str) -> Iterator[HookRecord]:
+    for attribute, (kind, option_tables) in tables.items():
+        for number, function in (getattr(obj, attribute, None) or {}).items():
+            options = [name for name, table in option_tables.items() if getattr(obj, table).get(number)]
+            if kind == "full backward hook" and _is_legacy(obj):
+                kind = "legacy backward hook"
+            yield _record(kind, place, function, tuple(options), (attribute, place, number))
+
+
+def _is_legacy(obj: Any) -> bool:
+    full = obj._global_is_full_backward_hook if obj is modules else obj._is_full_backward_hook
+    return full is False
+
+
+def _record(kind: str, place: str, function: Any, options: tuple[str, ...], key: tuple) -> HookRecord:
+    wrapper = getattr(getattr(function, "__code__", None), "co_qualname", "")
+    if wrapper.startswith("register_multi_grad_hook."):
+        kind = "multi-grad hook"
+        inner = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        function = inner["fn"].cell_contents if "fn" in inner else function
+    function = _unwrapped(function)
+    called = function if isinstance(function, type) else function.__call__
+    code = getattr(function, "__code__", None) or getattr(called, "__code__", None)
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    home = (getattr(function, "__module__", None) or type(function).__module__ or "").partition(".")[0]
+    owner = home if home in ("hooklab", "torch") else "user"
+    file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+    return HookRecord(kind, place, name, file, line, options, owner, key)
+
+
+def _unwrapped(function: Any) -> Any:
+    """The function a person wrote, behind partials, wrappers, methods and torch.compile."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+            continue
+        for attribute in ("_torchdynamo_orig_callable", "__wrapped__", "__func__", "hook"):
+            inner = getattr(function, attribute, None)
+            if callable(inner):
+                function = inner
+                break
+        else:
+            return function
+
+
+def _short(file: str) -> str:
+    """A notebook's cell by its number, another file by its name."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    cell = shell.compile._filename_map.get(file) if shell is not None else None
+    return Path(file).name if cell is None else f"In[{cell}]"

@@ -1,0 +1,305 @@
+"""Part 1: which hook fires when. One clock for every kind, forward and backward."""
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hooklab import _refuse
+from hooklab._events import PHASES, Event, line, with_module_backward
+from hooklab._walk import behind, first_shape, tensors_in
+
+__all__ = ["Event", "Trace", "trace"]
+
+# The newest PyTorch shows every Node as it is created; without that, the Nodes behind the model's output and
+# behind the given tensors are found by walking the graph.
+NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)
+
+
+class Trace:
+    """The events recorded so far: what `trace` returns."""
+
+    def __init__(self, model: nn.Module | None, tensors: dict[str, Tensor]):
+        self._recorded: list[tuple[Event, int]] = []  # with the number of the backward run
+        self._handles: list[Any] = []
+        self._held: list[graph.Node] = []
+        self._contexts = ExitStack()
+        self._sees_new_nodes = False
+        self._running = threading.local()  # the stack of modules whose forward is running, per thread
+        self._calls: Counter[str] = Counter()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        # Weak, so that a tensor may be freed inside the block; with the .grad seen last, to infer retain_grad.
+        self._watched = [
+            (name, weakref.ref(tensor), [_grad_state(tensor)]) for name, tensor in tensors.items()
+        ]
+        try:
+            if model is not None:
+                self._hang_on_model(model)
+            self._hang_on_tensors(tensors)
+            self._handles.append(register_optimizer_step_pre_hook(self._on_step("optimizer step pre-hook")))
+            self._handles.append(register_optimizer_step_post_hook(self._on_step("optimizer step post-hook")))
+        except BaseException:
+            self.remove()
+            raise
+
+    # ---- what a reader asks for ----
+
+    @property
+    def events(self) -> list[Event]:
+        """Every event in order, with the begin and the end of each module's backward inferred from its Nodes."""
+        return with_module_backward(self._recorded)
+
+    def phase(self, name: str) -> list[Event]:
+        """The events of one phase: `"forward"`, `"backward"`, `"recompute"` or `"step"`."""
+        if name not in PHASES:
+            close = get_close_matches(str(name), PHASES, cutoff=0.4) or PHASES
+            raise ValueError(f"no phase is called {name!r}; close: {', '.join(close)}")
+        return [event for event in self.events if event.phase == name]
+
+    def lines(self) -> list[str]:
+        """One line per event: number, phase, kind, place (indented by module) and shape."""
+        return [line(number, event) for number, event in enumerate(self.events, start=1)]
+
+    def remove(self) -> None:
+        """Take every hook off again; the events stay. Twice is harmless."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._held.clear()
+
+    def __enter__(self) -> "Trace":
+        # Both belong to the current thread and to a stack, so they are opened here and not by the call.
+        self._contexts.enter_context(graph.saved_tensors_hooks(*self._packing()))
+        if NODE_CREATION_HOOK is not None:
+            self._contexts.enter_context(NODE_CREATION_HOOK(self._hang_on_node))
+            self._sees_new_nodes = True
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._contexts.close()
+        self._sees_new_nodes = False
+        self.remove()
+
+    def __repr__(self) -> str:
+        counts = Counter(event.phase for event, _ in self._recorded)
+        return f"Trace({', '.join(f'{count} events in {phase}' for phase, count in counts.items()) or 'no event yet'})"
+
+    # ---- hanging ----
+
+    def _hang_on_model(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            label = name or type(module).__name__
+            self._handles.append(module.register_forward_pre_hook(self._on_forward_pre(label, root=not name)))
+            self._handles.append(module.register_forward_hook(self._on_forward(label), always_call=True))
+        for name, param in model.named_parameters():
+            self._names.setdefault(id(param), name)
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._on_accumulated(name)))
+
+    def _hang_on_tensors(self, tensors: dict[str, Tensor]) -> None:
+        nodes: dict[graph.Node, None] = {}  # each once, though several tensors may lead to it
+        for name, tensor in tensors.items():
+            self._handles.append(tensor.register_hook(self._on_gradient("tensor hook", name)))
+            if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+                self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(name)))
+            nodes.update(dict.fromkeys(behind(graph.get_gradient_edge(tensor).node)))
+        for node in nodes:
+            self._hang_on_node(node)
+        if NODE_CREATION_HOOK is None:
+            self._held = [
+                node for node in nodes if hasattr(node, "variable")
+            ]  # else a leaf's Node may be made anew
+        if len(tensors) > 1:
+            record = self._on_gradient("multi-grad hook", ", ".join(tensors))
+            self._handles.append(
+                graph.register_multi_grad_hook(list(tensors.values()), lambda grads: record(grads[0]))
+            )
+
+    def _hang_on_node(self, node: graph.Node) -> None:
+        kind, inside = type(node).__name__, self._inside()
+        leaf = getattr(node, "variable", None)
+        where = kind if leaf is None else f"{kind} {self._names.get(id(leaf), '')}".rstrip()
+
+        def before(grad_outputs: tuple) -> None:
+            self._record("Node pre-hook", where, first_shape(grad_outputs), inside)
+
+        def after(grad_inputs: tuple, grad_outputs: tuple) -> None:
+            self._record("Node hook", where, first_shape(grad_inputs), inside)
+
+        self._handles += [node.register_prehook(before), node.register_hook(after)]
+
+    # ---- what the hooks do: note, and return None, so that nothing is replaced ----
+
+    def _on_forward_pre(self, label: str, *, root: bool) -> Callable:
+        def hook(module: nn.Module, args: tuple) -> None:
+            if root:
+                self._calls.clear()
+            self._calls[label] += 1
+            where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
+            self._stack().append((where, sys.exc_info()[1]))
+            self._record("forward pre-hook", where, first_shape(args))
+
+        return hook
+
+    def _on_forward(self, label: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
+            where, error_before = self._stack()[-1]
+            raised = sys.exc_info()[1] is not error_before  # always_call: also when the forward has failed
+            self._record("forward raised" if raised else "forward hook", where, first_shape(output))
+            self._stack().pop()
+            if not raised and not self._sees_new_nodes and not self._stack():
+                for node in {
+                    node for tensor in tensors_in(output) if tensor.grad_fn for node in behind(tensor.grad_fn)
+                }:
+                    self._hang_on_node(node)
+
+        return hook
+
+    def _on_gradient(self, kind: str, where: str) -> Callable:
+        return lambda grad: self._record(kind, where, first_shape(grad))
+
+    def _on_accumulated(self, where: str) -> Callable:
+        return lambda param: self._record(
+            "post-accumulate-grad hook", where, first_shape(param), self._node().inside
+        )
+
+    def _on_step(self, kind: str) -> Callable:
+        return lambda optimizer, args, kwargs: self._record(kind, type(optimizer).__name__, None)
+
+    def _packing(self) -> tuple[Callable, Callable]:
+        outer = _active_saved_tensor_hooks()
+
+        def pack(tensor: Tensor) -> tuple:
+            self._record("pack", self._names.get(id(tensor), ""), tuple(tensor.shape))
+            if outer is not None:
+                return None, outer[0](tensor)
+            # detach(): keeping the tensor itself can leak. Its version: with hooks, autograd no longer checks it.
+            return tensor._version, tensor.detach()
+
+        def unpack(packed: tuple) -> Tensor:
+            version, content = packed
+            tensor = content if outer is None else outer[1](content)
+            self._record("unpack", self._node().where, tuple(tensor.shape), self._node().inside)
+            if version is not None and tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+                )
+            return tensor
+
+        return pack, unpack
+
+    # ---- the clock ----
+
+    def _record(self, kind: str, where: str, shape: Any, inside: tuple[str, ...] | None = None) -> None:
+        run = torch._C._current_graph_task_id()  # -1 outside backward
+        if kind.startswith("optimizer"):
+            phase = "step"
+        elif kind.startswith("forward") or kind == "pack":
+            phase = "forward" if run == -1 else "recompute"
+        else:
+            phase = "backward"
+        if self._watched:
+            self._infer_retain_grad(phase, run)
+        self._recorded.append(
+            (Event(kind, where, phase, shape, self._inside() if inside is None else inside), run)
+        )
+
+    def _infer_retain_grad(self, phase: str, run: int) -> None:
+        for name, reference, last in self._watched:
+            tensor = reference()
+            if tensor is not None and tensor.retains_grad and (state := _grad_state(tensor)) != last[0]:
+                last[0] = state
+                if state is not None:
+                    event = Event("retain_grad", name, phase, tuple(tensor.shape), inferred=True)
+                    self._recorded.append((event, run))
+
+    def _stack(self) -> list[tuple[str, BaseException | None]]:
+        if not hasattr(self._running, "stack"):
+            self._running.stack = []
+        return self._running.stack
+
+    def _node(self) -> Event:
+        """The Node that is about to run or running: the latest whose pre-hook has fired."""
+        kinds = ("Node pre-hook", "unpack", "post-accumulate-grad hook")
+        latest = self._recorded[-1][0] if self._recorded else None
+        return latest if latest is not None and latest.kind in kinds else Event("", "", "backward")
+
+    def _inside(self) -> tuple[str, ...]:
+        return tuple(label for label, _ in self._stack())
+
+
+def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -> Trace:
+    """Which hook fires when: every kind on one clock, without changing a value, a gradient or an order.
+
+    Use it as `with trace(model) as events:`. Module, tensor and optimizer hooks are installed by the call;
+    `pack`, `unpack` and the Nodes created meanwhile are seen inside the block, in its thread.
+
+    Args:
+        model: every module in it (forward pre-hook, forward hook) and every parameter
+            (post-accumulate-grad hook) is traced; optimizers always are.
+        **tensors: tensors to trace under the names you give them, of any shape: tensor hook, retain_grad,
+            post-accumulate-grad hook (leaf), the Node hooks of every Node that leads to them, and with two
+            or more tensors a multi-grad hook on all.
+
+    Returns:
+        A `Trace`: `.events`, `.lines()` as text, `.phase("backward")`.
+
+    What is concluded and not seen is marked `inferred`: retain_grad (from `.grad`, at the next event) and a
+    module's backward (from its Nodes: a full backward hook would add Nodes and forbid in-place layers).
+    Saved-tensor hooks active on entry go on working; contexts opened inside (a checkpoint) displace this one,
+    so what they save is not seen. Inside a compiled model only what surrounds it is seen. Without
+    `torch.autograd.graph.node_creation_hook` (PyTorch before 2.15) the Nodes of the model are seen, those of
+    the loss are not.
+
+    Raises:
+        TypeError: `model` is no module, a tensor has no name or is none, or nothing was given.
+        ValueError: a tensor requires no gradient. No hook is installed then.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = x * 3
+        >>> with trace(y=y) as events:
+        ...     y.sum().backward()
+        >>> [event.where for event in events.events if event.kind == "Node hook"]
+        ['SumBackward0', 'MulBackward0', 'AccumulateGrad']
+
+    Source: [the order of hooks](https://docs.pytorch.org/docs/stable/notes/autograd.html#backward-hooks-execution).
+    """
+    if unnamed or isinstance(model, Tensor):
+        raise TypeError("trace: found a tensor without a name; name it: trace(y=y) or trace(model, y=y)")
+    if model is None and not tensors:
+        raise TypeError("trace() was given nothing to trace; give a model, or name tensors: trace(y=y)")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"trace: expected a module, found {type(model).__name__}; tensors are given by name: trace(y=y)"
+        )
+    for name, tensor in tensors.items():
+        _refuse.unhookable("trace", name, tensor)
+    if any(hasattr(module, "_orig_mod") for module in (model.modules() if model is not None else ())):
+        warnings.warn(
+            "trace: this model is compiled; hooks placed after compiling are ignored inside it, so only what "
+            "surrounds it is seen. Trace the model before torch.compile, or under torch.compiler.set_stance('force_eager').",
+            stacklevel=2,
+        )
+    return Trace(model, tensors)
+
+
+def _grad_state(tensor: Tensor) -> tuple[int, int] | None:
+    """Changes whenever `.grad` is set, replaced or added to."""
+    grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    return None if grad is None else (id(grad), grad._version)
+
+
+def _active_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(False) if top else None

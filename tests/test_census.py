@@ -1,0 +1,243 @@
+"""hooks_on and no_leftovers: every hook that PyTorch lets one list, by name."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import graph
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import hooklab
+from hooklab import HookLeak, hooks_on, no_leftovers, watch
+
+
+def spy(*args):
+    """A hook that looks."""
+
+
+@pytest.fixture
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def listed(obj):
+    return [(hook.kind, hook.place, hook.function) for hook in hooks_on(obj)]
+
+
+ON_A_MODULE = {
+    "forward pre-hook": "register_forward_pre_hook",
+    "forward hook": "register_forward_hook",
+    "full backward pre-hook": "register_full_backward_pre_hook",
+    "full backward hook": "register_full_backward_hook",
+    "legacy backward hook": "register_backward_hook",
+    "state_dict pre-hook": "register_state_dict_pre_hook",
+    "state_dict hook": "register_state_dict_post_hook",
+    "load_state_dict pre-hook": "register_load_state_dict_pre_hook",
+    "load_state_dict post-hook": "register_load_state_dict_post_hook",
+}
+
+
+@pytest.mark.parametrize("kind", ON_A_MODULE)
+def test_each_kind_on_a_module_is_found_in_its_place_and_gone_when_removed(net, kind):
+    handle = getattr(net[2], ON_A_MODULE[kind])(spy)
+    assert listed(net) == [(kind, "2", "spy")]
+    handle.remove()
+    assert hooks_on(net) == []
+
+
+def test_hooks_on_parameters_are_found_under_their_names(net):
+    net[0].weight.register_hook(spy)
+    net[0].bias.register_post_accumulate_grad_hook(spy)
+    assert listed(net) == [("tensor hook", "0.weight", "spy"), ("post-accumulate-grad hook", "0.bias", "spy")]
+
+
+def test_hooks_on_a_tensor_are_found_with_retain_grad_and_multi_grad_hooks():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(spy)
+    y.retain_grad()
+    graph.register_multi_grad_hook([x, y], spy)
+    graph.register_multi_grad_hook([y], spy, mode="any")
+    place = "the tensor"
+    multi = ("multi-grad hook", place, "spy")
+    assert sorted(listed(y)) == sorted(
+        [("tensor hook", place, "spy"), multi, multi, ("retain_grad", place, "")]
+    )
+
+
+def test_hooks_on_an_optimizer_are_found(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(spy)
+    optimizer.register_step_post_hook(spy)
+    optimizer.register_state_dict_pre_hook(spy)
+    assert [kind for kind, *_ in listed(optimizer)] == [
+        "optimizer step pre-hook", "optimizer step post-hook", "state_dict pre-hook",
+    ]  # fmt: skip
+
+
+GLOBAL = [
+    ("forward pre-hook", modules.register_module_forward_pre_hook),
+    ("forward hook", modules.register_module_forward_hook),
+    ("full backward pre-hook", modules.register_module_full_backward_pre_hook),
+    ("full backward hook", modules.register_module_full_backward_hook),
+    ("module registration hook", modules.register_module_module_registration_hook),
+    ("parameter registration hook", modules.register_module_parameter_registration_hook),
+    ("buffer registration hook", modules.register_module_buffer_registration_hook),
+    ("optimizer step pre-hook", register_optimizer_step_pre_hook),
+]
+
+
+@pytest.mark.parametrize(("kind", "register"), GLOBAL, ids=[kind for kind, _ in GLOBAL])
+def test_global_hooks_are_found_from_anywhere(kind, register):
+    handle = register(spy)
+    try:
+        for obj in (nn.Linear(1, 1), torch.ones(1)):
+            assert (kind, "everywhere", "spy") in listed(obj)
+    finally:
+        handle.remove()
+
+
+def test_saved_tensor_hooks_of_this_thread_are_found():
+    with graph.saved_tensors_hooks(spy, spy):
+        assert ("saved-tensor hooks", "this thread", "spy") in listed(torch.ones(1))
+    assert listed(torch.ones(1)) == []
+
+
+def test_options_file_and_line_are_told(net):
+    net[0].register_forward_hook(spy, with_kwargs=True, always_call=True)
+    net[1].register_forward_pre_hook(spy, with_kwargs=True)
+    forward, pre = hooks_on(net)
+    assert forward.options == ("with_kwargs", "always_call")
+    assert pre.options == ("with_kwargs",)
+    assert (forward.file, forward.line) == (spy.__code__.co_filename, spy.__code__.co_firstlineno)
+    assert (
+        str(forward) == f"forward hook on 0: spy (test_census.py:{forward.line}) [with_kwargs, always_call]"
+    )
+
+
+class Callable:
+    def __call__(self, *args):
+        pass
+
+    def method(self, *args):
+        pass
+
+
+FUNCTIONS = {
+    "builtin": (print, "print", False),
+    "lambda": (lambda *args: None, "<lambda>", True),
+    "partial": (functools.partial(spy, 1), "spy", True),
+    "partial of a builtin": (functools.partial(print, end=""), "print", False),
+    "method": (Callable().method, "Callable.method", True),
+    "object": (Callable(), "Callable", True),
+    "decorated": (functools.wraps(spy)(lambda *args: spy()), "spy", True),
+    "compiled": (torch.compile(spy, backend="eager"), "spy", True),
+    "method of a list": ([].append, "list.append", False),
+    "class": (Callable, "Callable", False),
+}
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_a_function_of_any_make_is_named(net, what):
+    function, name, has_source = FUNCTIONS[what]
+    net.register_forward_hook(function)
+    (hook,) = hooks_on(net)
+    assert hook.function == name
+    assert (hook.file is not None) is has_source
+    assert hook.function in str(hook)
+
+
+def test_the_users_own_hooks_are_told_from_ours_and_from_pytorchs(net):
+    net[0].register_forward_hook(spy)
+    log = watch(weight=net[0].weight)
+    torch.nn.utils.spectral_norm(net[2])
+    owners = {hook.owner for hook in hooks_on(net)}
+    assert owners == {"user", "hooklab", "torch"}
+    assert "(hooklab's own)" in str(next(hook for hook in hooks_on(net) if hook.owner == "hooklab"))
+    log.remove()
+
+
+def test_a_shared_module_and_a_function_registered_twice_are_counted_as_they_fire():
+    shared = nn.Linear(1, 1)
+    net = nn.Sequential(shared, shared)
+    shared.register_forward_hook(spy)
+    shared.register_forward_hook(spy)
+    assert listed(net) == [("forward hook", "0", "spy")] * 2
+
+
+@pytest.mark.parametrize("thing", [None, "net", [nn.Linear(1, 1)], spy])
+def test_hooks_on_refuses_what_is_none_of_the_three(thing):
+    with pytest.raises(TypeError, match="expected a module, a tensor or an optimizer, found"):
+        hooks_on(thing)
+
+
+def test_hooks_on_says_that_node_hooks_cannot_be_listed():
+    y = torch.ones(1, requires_grad=True) * 2
+    with pytest.raises(TypeError, match="hooks on autograd Nodes cannot be listed from Python"):
+        hooks_on(y.grad_fn)
+
+
+# ---- no_leftovers ----
+
+
+def test_a_block_that_cleans_up_passes(net):
+    net[0].register_forward_hook(spy)  # there before: not a leftover
+    with no_leftovers(net):
+        net[1].register_forward_hook(spy).remove()
+
+
+@pytest.mark.parametrize("kind", ON_A_MODULE)
+def test_a_hook_that_outlives_the_block_is_named(net, kind):
+    with (
+        pytest.raises(HookLeak, match=f"1 hook.*outlived the block.*\n  {kind} on 1: spy") as caught,
+        no_leftovers(net),
+    ):
+        getattr(net[1], ON_A_MODULE[kind])(spy)
+    assert [hook.place for hook in caught.value.hooks] == ["1"]
+
+
+def test_a_second_registration_of_a_function_that_was_there_is_a_leak(net):
+    net[0].register_forward_hook(spy)
+    with pytest.raises(HookLeak, match="1 hook"), no_leftovers(net):
+        net[0].register_forward_hook(spy)
+
+
+def test_a_hook_swapped_for_another_is_a_leak(net):
+    handle = net[0].register_forward_hook(spy)
+    with pytest.raises(HookLeak, match="1 hook"), no_leftovers(net):
+        handle.remove()
+        net[0].register_forward_hook(spy)
+
+
+def test_a_global_hook_and_a_parameters_hook_are_leaks(net):
+    handles = []
+    with pytest.raises(HookLeak, match="2 hook") as caught, no_leftovers(net):
+        handles.append(modules.register_module_forward_hook(spy))
+        handles.append(net[0].bias.register_hook(spy))
+    for handle in handles:
+        handle.remove()
+    assert {hook.place for hook in caught.value.hooks} == {"everywhere", "0.bias"}
+
+
+def test_a_block_that_raises_and_leaks_says_both(net):
+    with pytest.raises(HookLeak) as caught, no_leftovers(net):
+        net[0].register_forward_hook(spy)
+        raise ValueError("in the block")
+    assert str(caught.value.__cause__) == "in the block"
+
+
+def test_a_block_that_raises_and_leaks_nothing_raises_its_own_error(net):
+    with pytest.raises(ValueError, match="in the block"), no_leftovers(net):
+        raise ValueError("in the block")
+
+
+def test_no_leftovers_refuses_what_is_no_module():
+    with pytest.raises(TypeError, match="expected a module, found Tensor"), no_leftovers(torch.ones(1)):
+        pass
+
+
+def test_hooklab_itself_leaves_nothing(net):
+    with no_leftovers(net), watch(**dict(net.named_parameters())), hooklab.trace(net):
+        net(torch.ones(1, 2)).sum().backward()

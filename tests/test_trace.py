@@ -1,0 +1,406 @@
+"""trace: the order it shows is the order of hooks hung by hand, and it changes nothing."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
+
+from hooklab import no_leftovers, trace
+from hooklab.trace import NODE_CREATION_HOOK
+
+sees_new_nodes = pytest.mark.skipif(
+    NODE_CREATION_HOOK is None, reason="this PyTorch cannot show Nodes as they are made"
+)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def batch():
+    return torch.linspace(-1, 1, 15).reshape(5, 3)
+
+
+def kinds(events):
+    return [event.kind for event in events]
+
+
+# ---- the order, against hooks hung by hand ----
+
+
+def test_a_computed_tensor_has_the_order_that_was_observed_by_hand():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.retain_grad()
+    by_hand = []
+    y.register_hook(lambda grad: by_hand.append("tensor hook"))
+    y.grad_fn.register_prehook(lambda *grads: by_hand.append(f"Node pre-hook, .grad {y.grad is not None}"))
+    y.grad_fn.register_hook(lambda *grads: by_hand.append("Node hook"))
+    with trace(y=y) as traced:
+        (y * 3).sum().backward()
+    assert by_hand == ["tensor hook", "Node pre-hook, .grad True", "Node hook"]
+    seen = [event for event in traced.events if event.where in ("y", "MulBackward0")][-4:]
+    assert kinds(seen) == ["tensor hook", "retain_grad", "Node pre-hook", "Node hook"]
+    assert [event.inferred for event in seen] == [False, True, False, False]
+
+
+def test_a_leaf_has_the_order_that_was_observed_by_hand():
+    x = torch.ones(2, requires_grad=True)
+    by_hand = []
+    x.register_hook(lambda grad: by_hand.append("tensor hook"))
+    x.register_post_accumulate_grad_hook(lambda leaf: by_hand.append("post-accumulate-grad hook"))
+    y = x * 2
+    node = graph.get_gradient_edge(x).node
+    node.register_prehook(lambda *grads: by_hand.append("Node pre-hook"))
+    node.register_hook(lambda *grads: by_hand.append("Node hook"))
+    with trace(x=x) as traced:
+        y.sum().backward()
+    assert by_hand == ["tensor hook", "Node pre-hook", "post-accumulate-grad hook", "Node hook"]
+    assert kinds(event for event in traced.events if event.where in ("x", "AccumulateGrad x")) == by_hand
+
+
+def test_two_tensors_get_a_multi_grad_hook_and_no_node_is_seen_twice():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    with trace(x=x, y=y) as traced:
+        y.sum().backward()
+    assert [event.where for event in traced.events if event.kind == "multi-grad hook"] == ["x, y"]
+    nodes = [event.where for event in traced.events if event.kind == "Node pre-hook"]
+    assert len(nodes) == len(set(nodes))
+
+
+def test_no_tensor_hook_but_the_one_asked_for_fires_under_autograd_grad():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    with trace(x=x, y=y) as traced:
+        torch.autograd.grad((y * 3).sum(), y)
+    assert [event.where for event in traced.events if event.kind == "tensor hook"] == ["y"]
+    assert "post-accumulate-grad hook" not in kinds(traced.events)
+
+
+@sees_new_nodes
+def test_a_training_step_shows_every_kind_in_its_phase(net, batch):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with trace(net) as traced:
+        net(batch).sum().backward()
+        optimizer.step()
+    assert set(kinds(traced.phase("forward"))) == {"forward pre-hook", "forward hook", "pack"}
+    assert {"Node pre-hook", "Node hook", "unpack", "post-accumulate-grad hook"} <= set(
+        kinds(traced.phase("backward"))
+    )
+    assert kinds(traced.phase("step")) == ["optimizer step pre-hook", "optimizer step post-hook"]
+    accumulated = [event.where for event in traced.events if event.kind == "post-accumulate-grad hook"]
+    assert sorted(accumulated) == sorted(name for name, _ in net.named_parameters())
+
+
+@sees_new_nodes
+def test_backward_goes_through_the_modules_from_last_to_first(net, batch):
+    with trace(net) as traced:
+        net(batch).sum().backward()
+    for what, order in {
+        "begins": ["Sequential", "3", "2", "1", "0"],
+        "ends": ["3", "2", "1", "0", "Sequential"],
+    }.items():
+        assert [event.where for event in traced.events if event.kind == f"module backward {what}"] == order
+
+
+@sees_new_nodes
+def test_what_is_unpacked_was_packed_with_the_same_shape(net, batch):
+    with trace(net) as traced:
+        net(batch).sum().backward()
+    shapes = {
+        kind: sorted(event.shape for event in traced.events if event.kind == kind)
+        for kind in ("pack", "unpack")
+    }
+    assert shapes["unpack"]
+    assert shapes["pack"] == shapes["unpack"]
+
+
+def test_a_second_call_in_one_forward_is_numbered_and_a_second_forward_is_not():
+    shared = nn.Linear(2, 2)
+    net = nn.Sequential(shared, nn.ReLU(), shared)
+    with trace(net) as traced:
+        net(torch.ones(1, 2))
+        net(torch.ones(1, 2))
+    assert [event.where for event in traced.events if event.kind == "forward hook"] == [
+        "0",
+        "1",
+        "0 #2",
+        "Sequential",
+    ] * 2
+
+
+# ---- it changes nothing ----
+
+
+def step(net, batch, within):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    outputs = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with within():
+            outputs.append(net(batch))
+            outputs[-1].square().sum().backward()
+            optimizer.step()
+    return [*outputs, *(param.grad for param in net.parameters()), *net.state_dict().values()]
+
+
+def test_values_gradients_and_statistics_are_the_same_to_the_bit(net, batch):
+    twin = copy.deepcopy(net)
+    plain = step(net, batch, lambda: torch.enable_grad())
+    traced = step(twin, batch, lambda: trace(twin))
+    assert all(torch.equal(left, right) for left, right in zip(plain, traced, strict=True))
+
+
+def test_the_users_own_hooks_fire_in_the_same_order(net, batch):
+    def order(within):
+        fired = []
+        handles = [
+            hook
+            for name, module in net.named_children()
+            for hook in (
+                module.register_forward_pre_hook(lambda *args, name=name: fired.append(f"pre {name}")),
+                module.register_forward_hook(lambda *args, name=name: fired.append(f"forward {name}")),
+            )
+        ]
+        handles += [
+            param.register_hook(lambda grad, name=name: fired.append(f"grad {name}"))
+            for name, param in net.named_parameters()
+        ]
+        with within():
+            net(batch).sum().backward()
+        for handle in handles:
+            handle.remove()
+        return fired
+
+    assert order(lambda: torch.enable_grad()) == order(lambda: trace(net))
+
+
+def test_an_edit_in_place_after_saving_still_raises():
+    x = torch.ones(3, requires_grad=True)
+    y = x * 1
+    with trace(x=x):
+        z = y**2
+        y.add_(1)
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+        ):
+            z.sum().backward()
+
+
+def test_the_saved_tensor_hooks_active_on_entry_go_on_working():
+    moved = []
+    x = torch.ones(3, requires_grad=True)
+    with (
+        graph.saved_tensors_hooks(lambda tensor: moved.append("in") or tensor * 2, lambda tensor: tensor / 2),
+        trace(x=x) as traced,
+    ):
+        (x**2).sum().backward()
+    assert moved == ["in"]
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+    assert kinds(traced.events).count("pack") == 1
+
+
+def test_double_backward_goes_through():
+    x = torch.tensor([2.0], requires_grad=True)
+    with trace(x=x):
+        (first,) = torch.autograd.grad(x**3, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x)
+    assert second.item() == 12.0
+
+
+# ---- it leaves nothing ----
+
+
+def test_no_hook_outlives_the_block(net, batch):
+    loss = net(batch).sum()
+    with no_leftovers(net):
+        with trace(net, loss=loss) as traced:
+            net(batch)
+        traced.remove()
+    count = len(traced.events)
+    loss.backward()
+    assert len(traced.events) == count
+    assert loss._backward_hooks is None or not loss._backward_hooks
+
+
+def test_a_model_that_raises_halfway_is_left_clean_and_its_last_line_names_the_place(net):
+    net[3].forward = lambda x: 1 / 0
+    with no_leftovers(net), pytest.raises(ZeroDivisionError), trace(net) as traced:
+        net(torch.ones(5, 3))
+    raised = [event.where for event in traced.events if event.kind == "forward raised"]
+    assert raised == ["3", "Sequential"]
+    assert "forward raised" in traced.lines()[-1]
+
+
+def test_a_trace_goes_on_rightly_after_a_forward_that_raised(net):
+    with trace(net) as traced:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            net(torch.ones(5, 7))
+        net(torch.ones(5, 3))
+    assert traced.events[-1].inside == ("Sequential",)
+
+
+def test_a_tensor_may_be_freed_inside_the_block():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    alive = weakref.ref(y)
+    with trace(y=y) as traced:
+        del y
+        gc.collect()
+        assert alive() is None
+        (x * 3).sum().backward()
+    assert "y" not in [event.where for event in traced.events]
+
+
+def test_a_finished_trace_keeps_no_tensor_and_no_graph_alive(net):
+    batch = torch.ones(5, 3, requires_grad=True)
+    alive = [weakref.ref(batch)]
+    with trace(net, batch=batch) as traced:
+        loss = net(batch).sum()
+        alive += [weakref.ref(loss)]
+        loss.backward()
+    del batch, loss
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    assert traced.events
+
+
+def test_without_a_with_modules_and_their_nodes_are_seen_until_removed(net, batch):
+    traced = trace(net)
+    net(batch).sum().backward()
+    traced.remove()
+    traced.remove()
+    count = len(traced.events)
+    net(batch).sum().backward()
+    assert len(traced.events) == count
+    assert {"forward hook", "Node hook", "post-accumulate-grad hook"} <= set(kinds(traced.events))
+
+
+# ---- real models ----
+
+
+def test_a_checkpointed_block_shows_its_second_forward_as_recompute(batch):
+    block = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    with no_leftovers(block), trace(block) as traced:
+        checkpoint(block, batch.requires_grad_(), use_reentrant=False).sum().backward()
+    fired = [
+        (event.phase, event.kind, event.where) for event in traced.events if event.kind.startswith("forward ")
+    ]
+    assert [where for phase, kind, where in fired if (phase, kind) == ("forward", "forward hook")] == [
+        "0",
+        "1",
+        "Sequential",
+    ]
+    # The second forward is cut short, by an exception, as soon as the last tensor is there again.
+    assert ("recompute", "forward hook", "0") in fired
+    assert ("recompute", "forward raised", "1") in fired
+
+
+def test_a_resnet_50_with_in_place_layers_is_traced():
+    torchvision = pytest.importorskip("torchvision")
+    net = torchvision.models.resnet50().train()
+    handle = net.layer1.register_forward_hook(lambda *args: None)
+    with no_leftovers(net), trace(net) as traced:
+        net(torch.randn(2, 3, 32, 32)).sum().backward()
+    handle.remove()
+    calls = []
+    handles = [module.register_forward_hook(lambda *args: calls.append(1)) for module in net.modules()]
+    net(torch.randn(2, 3, 32, 32))
+    for handle in handles:
+        handle.remove()
+    forward = [event.where for event in traced.events if event.kind == "forward hook"]
+    assert len(forward) == len(calls) > 150
+    assert "layer1.0.relu #3" in forward
+
+
+def test_a_compiled_model_is_traced_around_and_says_what_is_not_seen(batch):
+    net = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), backend="eager")
+    net(batch)
+    with (
+        pytest.warns(UserWarning, match="hooks placed after compiling are ignored inside it"),
+        trace(net) as traced,
+    ):
+        net(batch).sum().backward()
+    assert "post-accumulate-grad hook" in kinds(traced.events)
+    torch.compiler.reset()
+
+
+def test_threads_have_a_stack_of_modules_each(net, batch):
+    net.eval()
+    with trace(net) as traced:
+        threads = [threading.Thread(target=net, args=(batch,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert kinds(traced.events).count("forward hook") == 4 * 5
+    assert all(
+        event.inside[0] == "Sequential" or event.inside[0].startswith("Sequential #")
+        for event in traced.events
+    )
+
+
+# ---- text ----
+
+
+def test_lines_are_numbered_indented_and_the_same_in_every_run(net, batch):
+    def lines():
+        net.zero_grad()
+        with trace(net.eval()) as traced:
+            net(batch).sum().backward()
+        return traced.lines()
+
+    first = lines()
+    assert first == lines()
+    assert first[0] == "   1 forward   forward pre-hook          Sequential (5, 3)"
+    assert first[1] == "   2 forward   forward pre-hook            0 (5, 3)"
+
+
+def test_a_trace_shows_its_counts():
+    x = torch.ones(1, requires_grad=True)
+    traced = trace(x=x)
+    assert repr(traced) == "Trace(no event yet)"
+    (x * 1).backward()
+    traced.remove()
+    assert repr(traced).startswith("Trace(")
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: trace(), TypeError, r"nothing to trace.*trace\(y=y\)"),
+        (lambda: trace(torch.ones(1)), TypeError, "a tensor without a name"),
+        (lambda: trace(nn.Linear(1, 1), torch.ones(1)), TypeError, "a tensor without a name"),
+        (lambda: trace("net"), TypeError, "expected a module, found str"),
+        (lambda: trace(root=torch.ones(1)), ValueError, r"trace\(root=...\).*requires_grad=False"),
+        (lambda: trace(y=[torch.ones(1)]), TypeError, "found list; give each tensor a name"),
+    ],
+)
+def test_trace_refuses_what_it_cannot_see(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_trace_hangs_nothing_when_one_of_its_tensors_is_refused(net):
+    with no_leftovers(net), pytest.raises(ValueError, match="requires_grad=False"):
+        trace(net, x=torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["backwards", "Forward", "", None])
+def test_a_misspelt_phase_names_the_closest(name):
+    x = torch.ones(1, requires_grad=True)
+    with trace(x=x) as traced, pytest.raises(ValueError, match=r"no phase is called .*; close: .*ward"):
+        traced.phase(name)
