@@ -11,9 +11,11 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hooklab import _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
+from hooklab.trace import Trace
 
-__all__ = ["Picture", "graph"]
+__all__ = ["Picture", "graph", "timeline"]
 
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
@@ -89,6 +91,44 @@ def graph(
         return Picture(facts, svg=svg_from_dot(_dot_source(t, names, saved, len(nodes))))
     except NotDrawn as error:
         return Picture(facts, reason=f"not drawn: {error}")
+
+
+def timeline(trace: Trace) -> Picture:
+    """What fired when, at a glance: time goes to the right, modules are nested rows.
+
+    A bar shows that a module's forward or backward is running; the marks on it are hooks, hollow before and
+    filled after. The background is the phase. With many modules the deeper ones share a row.
+
+    Args:
+        trace: what `hooklab.trace` returned, during or after its block.
+
+    Returns:
+        A `Picture`. `.facts` are the lines of the trace, or counts per phase and kind above 120 events.
+
+    Raises:
+        TypeError: `trace` is not a trace.
+        ValueError: it has recorded no event yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with hooklab.trace(x=x) as traced:
+        ...     x.sum().backward()
+        >>> "tensor hook" in timeline(traced).facts
+        True
+    """
+    if not isinstance(trace, Trace):
+        raise TypeError(f"timeline: expected what hooklab.trace returns, found {type(trace).__name__}")
+    events = trace.events
+    if not events:
+        raise ValueError(
+            "timeline: nothing has fired yet; run a forward or a backward inside the block of the trace"
+        )
+    facts = _timeline.facts(events, trace.lines())
+    try:
+        return Picture(facts, svg=_timeline.svg(events))
+    except ImportError as error:
+        return Picture(facts, reason=f"not drawn: {error}; run `uv sync` or `pip install matplotlib`")
 
 
 def _checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:

@@ -1,0 +1,145 @@
+"""The picture behind `draw.timeline`: time goes right, a row for each module, tensor and optimizer."""
+
+import io
+from collections import Counter
+from typing import Any
+
+from hooklab._events import Event
+
+__all__ = ["facts", "svg"]
+
+MAX_ROWS = 30  # more cannot be read: deeper modules then share the row of the module around them
+MAX_LINES = 120  # more events are counted instead of listed
+OUTSIDE = "outside the model"
+
+PHASE_COLOURS = {"forward": "#e8eef8", "backward": "#fdf0e2", "recompute": "#e9f5e6", "step": "#ededed"}
+BLUE, ORANGE, GREEN, GREY = "#3b6fb6", "#c2590a", "#2f7d32", "#616161"
+# Hollow before, filled after. The colours are those of the map in notebook 00.
+STYLES = {
+    "forward pre-hook": (">", BLUE, False),
+    "forward hook": (">", BLUE, True),
+    "forward raised": ("X", "#b3261e", True),
+    "pack": ("v", GREEN, False),
+    "unpack": ("^", GREEN, True),
+    "Node pre-hook": ("<", ORANGE, False),
+    "Node hook": ("<", ORANGE, True),
+    "tensor hook": ("o", ORANGE, True),
+    "retain_grad": ("s", ORANGE, False),
+    "multi-grad hook": ("*", ORANGE, True),
+    "post-accumulate-grad hook": ("D", ORANGE, True),
+    "optimizer step pre-hook": ("d", GREY, False),
+    "optimizer step post-hook": ("d", GREY, True),
+}
+BEGINS = ("forward pre-hook", "module backward begins")
+ENDS = ("forward hook", "forward raised", "module backward ends")
+
+
+def facts(events: list[Event], lines: list[str]) -> str:
+    """The lines of the trace; of a long one how many events of each kind each phase has."""
+    if len(events) <= MAX_LINES:
+        return "\n".join(lines)
+    counts = Counter((event.phase, event.kind) for event in events)
+    return "\n".join(f"{phase:9} {kind:25} {count:5}" for (phase, kind), count in counts.items())
+
+
+def svg(events: list[Event]) -> str:
+    """The timeline as SVG, the same bytes for the same events."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    depth = _depth_that_fits(events)
+    rows = {label: row for row, label in enumerate(dict.fromkeys(_row(event, depth) for event in events))}
+    with matplotlib.rc_context({"svg.hashsalt": "hooklab", "svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(9, 1.5 + 0.24 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        _phases(axes, events, len(rows))
+        _spans(axes, events, rows, depth)
+        _marks(axes, events, rows, depth)
+        axes.set_yticks(
+            range(len(rows)), [_indented(label, events) for label in rows], family="monospace", ha="left"
+        )
+        axes.tick_params(axis="y", length=0, pad=_label_width(rows, events))
+        axes.set_ylim(len(rows) - 0.4, -1.3)
+        axes.set_xlim(-1, len(events))
+        axes.set_xlabel("event, in the order in which they fired")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :].strip()
+
+
+def _depth_that_fits(events: list[Event]) -> int:
+    depth = max((len(event.inside) for event in events), default=0)
+    while depth > 1 and len({_row(event, depth) for event in events}) > MAX_ROWS:
+        depth -= 1
+    return depth
+
+
+def _row(event: Event, depth: int) -> str:
+    if event.inside:
+        return event.inside[: max(depth, 1)][-1]
+    own = event.phase == "step" or event.kind in (
+        "tensor hook",
+        "retain_grad",
+        "multi-grad hook",
+        "post-accumulate-grad hook",
+    )
+    return event.where if own else OUTSIDE
+
+
+def _phases(axes: Any, events: list[Event], rows: int) -> None:
+    start = 0
+    for position, event in enumerate(events):
+        last = position + 1 == len(events)
+        if last or events[position + 1].phase != event.phase:
+            axes.axvspan(start - 0.5, position + 0.5, color=PHASE_COLOURS[event.phase], lw=0, zorder=0)
+            if position + 1 - start > 0.04 * len(events):  # a name that would not fit is left to the colour
+                axes.text((start + position) / 2, -0.95, event.phase, ha="center", va="center", color="#444")
+            start = position + 1
+
+
+def _spans(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> None:
+    """A bar while a module's forward or backward is running."""
+    begun: dict[str, list[int]] = {}
+    for position, event in enumerate(events):
+        if len(event.inside) > max(depth, 1):
+            continue
+        if event.kind in BEGINS:
+            begun.setdefault(event.where, []).append(position)
+        elif event.kind in ENDS and begun.get(event.where):
+            start = begun[event.where].pop()
+            colour = BLUE if event.kind.startswith("forward") else ORANGE
+            axes.plot(
+                [start, position],
+                [rows[_row(event, depth)]] * 2,
+                color=colour,
+                alpha=0.25,
+                lw=7,
+                solid_capstyle="butt",
+            )
+
+
+def _marks(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> None:
+    for kind, (marker, colour, filled) in STYLES.items():
+        at = [
+            (position, rows[_row(event, depth)])
+            for position, event in enumerate(events)
+            if event.kind == kind
+        ]
+        if at:
+            size = 5 if len(events) < 150 else 3
+            face = colour if filled else "white"
+            axes.plot(
+                *zip(*at, strict=True), marker, ms=size, color=colour, mfc=face, mew=0.9, label=kind, zorder=3
+            )
+
+
+def _indented(label: str, events: list[Event]) -> str:
+    depth = next((event.inside.index(label) for event in events if label in event.inside), 0)
+    return "\u00a0\u00a0" * depth + label  # SVG drops plain leading spaces
+
+
+def _label_width(rows: dict[str, int], events: list[Event]) -> float:
+    return 4.9 * max(len(_indented(label, events)) for label in rows) + 4

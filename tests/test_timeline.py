@@ -1,0 +1,110 @@
+"""draw.timeline: what the trace saw, in its order and its rows."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hooklab import _timeline, draw, trace
+
+
+@pytest.fixture
+def traced():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with trace(net.eval()) as traced:
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return traced
+
+
+def texts(svg):
+    return [text.strip("\u00a0 ") for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
+
+
+def test_every_module_and_the_optimizer_have_a_row_in_the_order_of_the_run(traced):
+    shown = texts(draw.timeline(traced).svg)
+    rows = [
+        text for text in shown if text in {"Sequential", "0", "0.0", "0.1", "1", "SGD"} | {_timeline.OUTSIDE}
+    ]
+    assert [row for row in rows if not row.isdigit()] == [
+        "Sequential",
+        "0.0",
+        "0.1",
+        _timeline.OUTSIDE,
+        "SGD",
+    ]
+
+
+def test_the_legend_names_the_kinds_that_fired_and_no_others(traced):
+    shown = set(texts(draw.timeline(traced).svg)) & set(_timeline.STYLES)
+    assert shown == {event.kind for event in traced.events} & set(_timeline.STYLES)
+    assert "tensor hook" not in shown
+
+
+def test_every_kind_that_a_trace_records_can_be_drawn(traced):
+    drawn = set(_timeline.STYLES) | {"module backward begins", "module backward ends"}
+    assert {event.kind for event in traced.events} <= drawn
+
+
+def test_deeper_modules_are_indented(traced):
+    assert re.search(r">\u00a0\u00a0\u00a0\u00a00\.0<", draw.timeline(traced).svg)
+
+
+def test_the_facts_are_the_lines_of_the_trace(traced):
+    assert draw.timeline(traced).facts.splitlines() == traced.lines()
+
+
+def test_the_same_trace_gives_the_same_bytes(traced):
+    assert draw.timeline(traced).svg == draw.timeline(traced).svg
+
+
+def test_a_large_model_is_folded_into_rows_that_can_be_read_and_facts_that_can_be_counted():
+    net = nn.Sequential(*[nn.Sequential(*[nn.Linear(1, 1) for _ in range(5)]) for _ in range(20)])
+    with trace(net) as traced:
+        net(torch.ones(1, 1)).backward()
+    picture = draw.timeline(traced)
+    rows = set(texts(picture.svg)) & {event.where for event in traced.events}
+    assert {"Sequential", "19"} <= rows
+    assert "19.4" not in rows
+    counts = {
+        (phase, kind): int(count) for phase, kind, count in re.findall(r"(\w+) +(.+?) +(\d+)", picture.facts)
+    }
+    assert counts["forward", "forward hook"] == 121
+    assert sum(counts.values()) == len(traced.events)
+
+
+def test_tensors_are_drawn_without_a_model():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.retain_grad()
+    with trace(x=x, y=y) as traced:
+        y.sum().backward()
+    assert {"x", "y", "x, y", "retain_grad", "multi-grad hook"} <= set(texts(draw.timeline(traced).svg))
+
+
+def test_a_forward_that_raised_is_drawn(traced):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3))
+    with pytest.raises(RuntimeError), trace(net) as traced:
+        net(torch.ones(1, 2))
+    assert "forward raised" in texts(draw.timeline(traced).svg)
+
+
+def test_without_matplotlib_the_facts_are_shown_with_what_to_install(traced, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = draw.timeline(traced)
+    assert picture.svg is None
+    assert "pip install matplotlib" in str(picture)
+    assert traced.lines()[0] in str(picture)
+
+
+def test_timeline_refuses_what_is_no_trace_and_a_trace_without_events():
+    with pytest.raises(TypeError, match=r"expected what hooklab\.trace returns, found list"):
+        draw.timeline([])
+    empty = trace(x=torch.ones(1, requires_grad=True))
+    empty.remove()
+    with pytest.raises(ValueError, match="nothing has fired yet"):
+        draw.timeline(empty)
