@@ -5,8 +5,10 @@ Run it twice and no byte changes. A notebook that does not run to its end is lef
 """
 
 import os
+import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,11 +49,18 @@ def refresh(path: Path) -> str | None:
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError) as error:
-        last = str(error).strip().splitlines()[-1]
-        return f"{path.name}: not refreshed; a cell without the tag raises-exception failed: {last}"
+        failed = [cell for cell in notebook_form.cells(notebook) if any(_untagged_errors(cell))]
+        where = f"cell {failed[0].id!r}" if failed else "a cell"
+        last = re.sub(r"\x1b\[[0-9;]*m", "", str(error).strip().splitlines()[-1])
+        return f"{path.name}: not refreshed; {where} failed without the tag raises-exception: {last}"
     changed = _replace(path, notebook_form.written(notebook_form.normalise(notebook)))
     print(f"{path.name}: {'changed' if changed else 'as it was'}")
     return None
+
+
+def _untagged_errors(cell: notebook_form.Cell) -> Iterator[bool]:
+    for output in cell.outputs:
+        yield output.output_type == "error" and "raises-exception" not in cell.tags
 
 
 def _replace(path: Path, text: str) -> bool:

@@ -1,0 +1,530 @@
+"""Checks of notebook 12: changing gradients."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+
+# ---- 12.A: a hook maker that caps the norm of the gradient ----
+
+
+def cap(limit):
+    def hook(grad):
+        norm = grad.norm()
+        return grad * (limit / norm) if norm > limit else grad
+
+    return hook
+
+
+def examine_cap(answer):
+    hook, other = answer(2.0), answer(100.0)
+    for made in (hook, other):
+        if not callable(made):
+            refuse(
+                "not_a_hook",
+                zh=f"`cap(2.0)` 应当返回一个钩子，也就是一个函数；得到的是 `{type(made).__name__}`。",
+                en=f"`cap(2.0)` should return a hook, which is a function; found `{type(made).__name__}`.",
+            )
+    for grad in (torch.tensor([3.0, 4.0]), torch.tensor([[6.0, 0.0], [0.0, -8.0]], dtype=torch.float64)):
+        _examine_large(hook, grad, grad * (2.0 / grad.norm()))
+    for small in (torch.tensor([0.3, -0.4]), torch.tensor([[2.0]])):
+        _examine_small(hook, small)
+    _examine_small(other, torch.tensor([30.0, 40.0]))
+    _examine_zero(hook)
+
+
+def _examine_large(hook, grad, want):
+    norm, before = grad.norm().item(), grad.clone()
+    got = hook(grad)
+    if not torch.equal(grad, before):
+        refuse(
+            "edited_in_place",
+            zh="传进来的 `grad` 被原地改了。这块内存也许正由别的梯度共用；名字以下划线结尾的方法和 `*=` 都会改它。",
+            en="The `grad` that came in was edited in place. Another gradient may live in the same memory; methods whose "
+            "name ends in an underscore edit it, and so does `*=`.",
+        )
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh=f"梯度的范数是 `{norm:.4g}`，上限是 `2.0`，钩子却返回了 `None`：梯度会原样通过。",
+            en=f"The gradient has norm `{norm:.4g}`, the limit is `2.0`, and the hook returned `None`: the gradient passes "
+            "as it is.",
+        )
+    if isinstance(got, Tensor) and got.shape == grad.shape and torch.equal(got, grad.clamp(-2.0, 2.0)):
+        refuse(
+            "clipped_entries",
+            zh=f"每个元素都被单独截断了：`{_short(grad)}` 变成 `{_short(got)}`，方向变了，范数也还超过上限。",
+            en=f"Every entry was clipped on its own: `{_short(grad)}` became `{_short(got)}`. The direction has changed, "
+            "and the norm is still above the limit.",
+        )
+    expect_like(got, want, "返回的梯度", "the gradient that the hook returns")
+
+
+def _examine_small(hook, grad):
+    got = hook(grad.clone())
+    if isinstance(got, Tensor) and not torch.allclose(got, grad):
+        refuse(
+            "changed_small",
+            zh=f"范数没有超过上限的梯度应当原样通过；`{_short(grad)}` 却变成了 `{_short(got)}`。",
+            en=f"A gradient whose norm is within the limit should pass as it is; `{_short(grad)}` became `{_short(got)}`.",
+        )
+    if got is not None:
+        expect_like(got, grad, "返回的梯度", "the gradient that the hook returns")
+
+
+def _examine_zero(hook):
+    got = hook(torch.zeros(3))
+    if isinstance(got, Tensor) and got.isnan().any():
+        refuse(
+            "nan_at_zero",
+            zh="梯度全是 0 时，返回了 NaN：有一处除以了 0。一个 NaN 足以毁掉所有权重。",
+            en="For a gradient of zeros the hook returned NaN: something was divided by 0. A single NaN is enough to ruin "
+            "every weight.",
+        )
+    _examine_small(hook, torch.zeros(3))
+
+
+def _short(tensor):
+    return [float(f"{value:.4g}") for value in tensor.flatten().tolist()]
+
+
+def cap_in_place(limit):
+    def hook(grad):
+        if grad.norm() > limit:
+            grad *= limit / grad.norm()
+
+    return hook
+
+
+def cap_without_return(limit):
+    def hook(grad):
+        if grad.norm() > limit:
+            grad = grad * (limit / grad.norm())
+
+    return hook
+
+
+CAP = Exercise(
+    "12.A",
+    examine_cap,
+    cap,
+    {
+        "not_a_hook": lambda limit: torch.ones(2) * limit,
+        "edited_in_place": cap_in_place,
+        "returned_nothing": cap_without_return,
+        "clipped_entries": lambda limit: lambda grad: grad.clamp(-limit, limit),
+        "changed_small": lambda limit: lambda grad: grad * limit / (grad.norm() + 1e-6),
+        "nan_at_zero": lambda limit: lambda grad: grad / grad.norm() * grad.norm().clamp(max=limit),
+        "wrong_values": lambda limit: lambda grad: grad / grad.norm() if grad.norm() > limit else grad,
+        "wrong_shape": lambda limit: lambda grad: grad.norm().clamp(max=limit),
+        "wrong_type": lambda limit: lambda grad: min(limit, grad.norm().item()),
+    },
+    zh="方向不变，长度不超过上限，小梯度原样通过。",
+    en="The direction stays, the length keeps within the limit, and small gradients pass as they are.",
+)
+
+# ---- 12.B: weight decay for a whole model ----
+
+
+def decay(model, strength):
+    def hook_for(param):
+        return lambda grad: grad + strength * param.detach()
+
+    return [param.register_hook(hook_for(param)) for param in model.parameters() if param.requires_grad]
+
+
+class _Stack(nn.Module):
+    """Parameters of one shape, so that a hook with the wrong one raises nothing; one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = (torch.randperm(8) + 1.0).reshape(4, 2)  # distinct whole numbers: sums are exact
+        self.first, self.second, self.frozen, self.third = (nn.Parameter(row) for row in rows)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first * self.second + (x * 2) * self.third + self.frozen
+
+
+class _Sum(nn.Module):
+    """Two parameters that receive one gradient, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.left + self.right) * x
+
+
+def examine_decay(answer):
+    model, x, strength = _Stack(), torch.tensor([2.0, -3.0]), 0.5
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    handles = answer(model, strength)
+    if any(not torch.equal(param, values[name]) for name, param in model.named_parameters()):
+        refuse(
+            "changed_weights",
+            zh="`decay` 把参数本身改了。它只该挂上钩子，改的是以后的梯度。",
+            en="`decay` has changed the parameters themselves. It should only hang hooks, which change gradients to come.",
+        )
+    if not isinstance(handles, list | tuple) or not all(hasattr(handle, "remove") for handle in handles):
+        refuse(
+            "no_handles",
+            zh=f"应当返回句柄的列表，好让别人取下这些钩子；得到的是 `{type(handles).__name__}`。",
+            en=f"Return a list of handles, so that the hooks can be taken off; found `{type(handles).__name__}`.",
+        )
+    with torch.no_grad():  # a step of training
+        for param in model.parameters():
+            param.add_(1.0)
+    plain = _gradients(copy.deepcopy(model), x)  # a deep copy has none of the tensor hooks
+    _examine_decayed(model, plain, _gradients(model, x), strength, values)
+    _examine_neighbours(answer)
+    for handle in handles:
+        handle.remove()
+    if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, x).items()):
+        refuse(
+            "not_removable",
+            zh="对返回的每个句柄都调用了 `.remove()`，可梯度里还是多出一份：有的钩子没有交出句柄。",
+            en="After `.remove()` of every handle that was returned the gradients still have something added: a hook is "
+            "there whose handle was not handed out.",
+        )
+
+
+def _gradients(model, x):
+    model.zero_grad()
+    model(x).sum().backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
+
+
+def _examine_decayed(model, plain, found, strength, values):
+    added = {name: found[name] - plain[name] for name in plain}
+    want = {name: strength * param.detach() for name, param in model.named_parameters()}
+    if not any(map(torch.any, added.values())):
+        refuse(
+            "nothing_added",
+            zh="梯度和不挂钩子时一样。钩子挂上了吗？它返回了新值吗？（它触发时 `.grad` 还没有写入，改那里没有用。）",
+            en="The gradients are what they are without a hook. Are the hooks there, and do they return the new value? "
+            "(When they fire `.grad` is not yet written; changing it does nothing.)",
+        )
+    if all(torch.allclose(found[name], want[name]) for name in found):
+        refuse(
+            "replaced",
+            zh="梯度里只剩下惩罚项，损失那一份不见了：钩子返回的是什么，梯度就是什么。",
+            en="Only the penalty is left of the gradient, the loss's share is gone: what a hook returns is the whole "
+            "gradient from then on.",
+        )
+    if all(torch.allclose(added[name], strength * values[name]) for name in added):
+        refuse(
+            "stale",
+            zh="参数更新之后，加上去的还是挂钩子那一刻的旧值。乘法是在钩子里面做的，还是在外面？",
+            en="After the parameters were updated, what is added still comes from their values when the hook was hung. Is "
+            "the product computed inside the hook, or outside?",
+        )
+    if all(torch.allclose(share, want["third"]) for share in added.values()):
+        refuse(
+            "last_one",
+            zh="每个参数加上的，都是 `strength` 乘以最后那个参数。循环变量要到钩子触发时才去读，那时循环早就结束了。",
+            en="Every parameter has `strength` times the last parameter added. A loop variable is read when the hook "
+            "fires, and by then the loop is over.",
+        )
+    missed = [name for name in added if not added[name].any()]
+    if missed:
+        refuse(
+            "missed",
+            zh=f"这些参数的梯度没有变：`{missed}`。",
+            en=f"The gradients of these parameters have not changed: `{missed}`.",
+        )
+    for name in found:
+        expect_like(found[name], plain[name] + want[name], f"`{name}` 的梯度", f"the gradient of `{name}`")
+
+
+def _examine_neighbours(answer):
+    model = _Sum()
+    answer(model, 0.5)
+    found = _gradients(model, torch.tensor([10.0, 20.0]))
+    if not (torch.allclose(found["left"], torch.tensor([10.5, 20.5]))
+            and torch.allclose(found["right"], torch.tensor([11.0, 21.0]))):  # fmt: skip
+        refuse(
+            "edited_in_place",
+            zh="两个参数相加，收到的是同一块内存里的梯度；其中一个的惩罚项跑到了另一个头上。钩子是不是改了传进来的 `grad`？",
+            en="Two parameters that are added receive a gradient in the same memory, and the penalty of one has reached the "
+            "other. Does the hook edit the `grad` it is given?",
+        )
+
+
+def _hang(model, make_hook):
+    return [param.register_hook(make_hook(param)) for param in model.parameters() if param.requires_grad]
+
+
+def decay_last_one(model, strength):
+    handles = []
+    for param in [param for param in model.parameters() if param.requires_grad]:
+        handles.append(param.register_hook(lambda grad: grad + strength * param.detach()))  # noqa: B023
+    return handles
+
+
+def decay_stale(model, strength):
+    def make_hook(param):
+        penalty = strength * param.detach()
+        return lambda grad: grad + penalty
+
+    return _hang(model, make_hook)
+
+
+def decay_without_return(model, strength):
+    def make_hook(param):
+        def hook(grad):
+            grad = grad + strength * param.detach()
+
+        return hook
+
+    return _hang(model, make_hook)
+
+
+def decay_in_place(model, strength):
+    def make_hook(param):
+        def hook(grad):
+            grad += strength * param.detach()
+
+        return hook
+
+    return _hang(model, make_hook)
+
+
+def decay_weights(model, strength):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1 - strength)
+    return []
+
+
+def decay_one_handle(model, strength):
+    return decay(model, strength)[:1]
+
+
+def decay_first_only(model, strength):
+    return [model.first.register_hook(lambda grad: grad + strength * model.first.detach())]
+
+
+def decay_frozen_too(model, strength):
+    return [
+        param.register_hook(lambda grad, param=param: grad + strength * param) for param in model.parameters()
+    ]
+
+
+DECAY = Exercise(
+    "12.B",
+    examine_decay,
+    decay,
+    {
+        "changed_weights": decay_weights,
+        "no_handles": lambda model, strength: decay(model, strength) and None,
+        "nothing_added": decay_without_return,
+        "replaced": lambda model, strength: _hang(
+            model, lambda param: lambda grad: strength * param.detach()
+        ),
+        "stale": decay_stale,
+        "last_one": decay_last_one,
+        "missed": decay_first_only,
+        "raised": decay_frozen_too,
+        "wrong_values": lambda model, strength: _hang(
+            model, lambda param: lambda grad: grad - strength * param.detach()
+        ),
+        "edited_in_place": decay_in_place,
+        "not_removable": decay_one_handle,
+    },
+    zh="每个参数加上的是它自己此刻的值，冻结的参数不受影响，钩子也能全部取下。",
+    en="Each parameter has its own present value added, frozen ones are left alone, and all hooks can be taken off.",
+)
+
+# ---- 12.C: freeze some rows of a weight ----
+
+
+def freeze_rows(weight, rows):
+    def hook(grad):
+        grad = grad.clone()
+        grad[rows] = 0
+        return grad
+
+    return weight.register_hook(hook)
+
+
+def examine_freeze_rows(answer):
+    factors = torch.arange(1.0, 13.0).reshape(4, 3)
+    for dtype, rows in ((torch.float32, [0, 2]), (torch.float64, [3]), (torch.bfloat16, [1, 2])):
+        for weight_first in (True, False):
+            _examine_frozen(answer, factors.to(dtype), rows, weight_first)
+
+
+def _examine_frozen(answer, factors, rows, weight_first):
+    weight, neighbour = (nn.Parameter(torch.ones_like(factors)) for _ in range(2))
+
+    def gradient():
+        weight.grad = neighbour.grad = None
+        both = weight + neighbour if weight_first else neighbour + weight  # one gradient for the two of them
+        (both * factors).sum().backward()
+        return weight.grad
+
+    handle = answer(weight, list(rows))
+    if not weight.requires_grad:
+        refuse(
+            "no_gradient",
+            zh="整个 `weight` 都不再需要梯度了：`requires_grad` 管的是整个张量，不能只管几行。",
+            en="All of `weight` no longer requires a gradient: `requires_grad` rules a whole tensor, not some of its rows.",
+        )
+    if not torch.equal(weight, torch.ones_like(weight)):
+        refuse(
+            "changed_weights",
+            zh="`weight` 的数值变了。冻结是指往后不再更新，不是清零。",
+            en="The values of `weight` have changed. Frozen means no more updates; it does not mean zero.",
+        )
+    if not hasattr(handle, "remove"):
+        refuse(
+            "no_handle",
+            zh=f"应当返回句柄，好让别人解冻；得到的是 `{type(handle).__name__}`。",
+            en=f"Return the handle, so that the rows can be thawed again; found `{type(handle).__name__}`.",
+        )
+    got, want = gradient(), factors.clone()
+    want[rows] = 0
+    _examine_rows(got, want, factors, rows)
+    if not torch.equal(neighbour.grad, factors):
+        refuse(
+            "edited_in_place",
+            zh="`weight` 的梯度对了，可是和它相加的另一个参数，梯度里也有几行变成了 0：钩子改的是两者共用的那块内存。",
+            en="The gradient of `weight` is right, but another parameter that was added to it has rows of 0 as well: the hook "
+            "edited memory that the two share.",
+        )
+    handle.remove()
+    if not torch.equal(gradient(), factors):
+        refuse(
+            "not_removable",
+            zh="对返回的句柄调用 `.remove()` 之后，那几行还是 0。",
+            en="After `.remove()` of the handle that was returned, the rows are still 0.",
+        )
+
+
+def _examine_rows(got, want, factors, rows):
+    if torch.equal(got, factors):
+        refuse(
+            "not_frozen",
+            zh="梯度和原来一样。钩子挂在谁身上？`weight[rows]` 每次都是一个新张量，没有人用它计算。还有，钩子触发时 `weight.grad` 还没有写入。",
+            en="The gradient is what it was. On what does the hook hang? `weight[rows]` is a new tensor each time, and nobody "
+            "computes with it. And when a hook fires `weight.grad` is not yet written.",
+        )
+    if not got.any():
+        refuse(
+            "froze_everything",
+            zh=f"所有的行都成了 0，应当只有 `{rows}` 这几行。",
+            en=f"Every row has become 0; only the rows `{rows}` should.",
+        )
+    rest = factors - want
+    if torch.equal(got, rest):
+        refuse(
+            "inverted",
+            zh="反了：要冻结的行还有梯度，其余的行成了 0。",
+            en="The wrong way round: the rows to freeze have a gradient and the others have become 0.",
+        )
+    expect_like(got, want, "`weight` 的梯度", "the gradient of `weight`")
+
+
+def _masked(weight, mask):
+    return weight.register_hook(lambda grad: grad * mask.to(grad.dtype))
+
+
+def freeze_in_place(weight, rows):
+    def hook(grad):
+        grad[rows] = 0
+
+    return weight.register_hook(hook)
+
+
+def freeze_dot_grad(weight, rows):
+    def hook(grad):
+        if weight.grad is not None:
+            weight.grad[rows] = 0
+
+    return weight.register_hook(hook)
+
+
+def freeze_by_zeroing(weight, rows):
+    with torch.no_grad():
+        weight[rows] = 0
+    return freeze_rows(weight, rows)
+
+
+def freeze_inverted(weight, rows):
+    mask = torch.zeros(len(weight), 1)
+    mask[rows] = 1
+    return _masked(weight, mask)
+
+
+def freeze_float_mask(weight, rows):
+    mask = torch.ones(len(weight), 1)
+    mask[rows] = 0
+    return weight.register_hook(lambda grad: grad * mask)
+
+
+def freeze_columns(weight, rows):
+    def hook(grad):
+        grad = grad.clone()
+        grad[:, rows[0] % 3] = 0
+        return grad
+
+    return weight.register_hook(hook)
+
+
+def freeze_twice(weight, rows):
+    freeze_rows(weight, rows)
+    return freeze_rows(weight, rows)
+
+
+FREEZE_ROWS = Exercise(
+    "12.C",
+    examine_freeze_rows,
+    freeze_rows,
+    {
+        "edited_in_place": freeze_in_place,
+        "not_frozen": lambda weight, rows: weight[rows].register_hook(lambda grad: grad * 0),
+        "froze_everything": lambda weight, rows: weight.register_hook(lambda grad: grad * 0),
+        "inverted": freeze_inverted,
+        "changed_weights": freeze_by_zeroing,
+        "no_handle": lambda weight, rows: freeze_rows(weight, rows) and None,
+        "no_gradient": lambda weight, rows: weight.requires_grad_(False),
+        "raised": freeze_float_mask,
+        "wrong_values": freeze_columns,
+        "not_removable": freeze_twice,
+    },
+    zh="只有那几行不再更新，别人的梯度分毫未动，句柄一取下就解冻。",
+    en="Only those rows stop moving, no other gradient is touched, and removing the handle thaws them.",
+)
+
+CHECKS = [
+    Prediction(
+        "12.1",
+        zh="新值从 `z` 继续往反向走，先到 `x + y`，所以 `x` 和 `y` 变了。`w` 的梯度是 `z` 的数值，在钩子之前就与它分了路。",
+        en="The new value goes on from `z`, against the direction of forward, into `x + y`: `x` and `y` change. The "
+        "gradient of `w` is the value of `z`, and had parted ways with the hook before.",
+    ),
+    Prediction(
+        "12.2",
+        zh="`setdefault` 返回字典里的值，lambda 又把它返回给了 PyTorch：从第二次起，流过去的一直是第一次的梯度。没有报错，没有警告。",
+        en="`setdefault` returns what the dictionary holds, and the lambda hands that to PyTorch: from the second time on "
+        "it is always the first gradient that goes on. No error, no warning.",
+    ),
+    Prediction(
+        "12.3",
+        zh="`a` 不在 `d` 的下游，却也变成了原来的 100 倍：加法把同一个张量交给了两边，改了一边就改了另一边。",
+        en="`a` does not lie behind `d`, and still has 100 times its gradient: the addition hands one and the same tensor "
+        "to both sides, and an edit on one side is an edit on the other.",
+    ),
+    Prediction(
+        "12.4",
+        zh="每次反向，钩子都触发一次。损失除以了 4，惩罚项没有，于是它加了 4 遍。",
+        en="The hook fires in every backward. The loss was divided by 4 and the penalty was not, so it was added 4 times.",
+    ),
+    CAP,
+    DECAY,
+    FREEZE_ROWS,
+]
