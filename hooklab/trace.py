@@ -37,7 +37,9 @@ class Trace:
         self._sees_new_nodes = False
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._names: dict[
+            int, tuple[weakref.ref[Tensor], str]
+        ] = {}  # by id(); an id is used again once it is free
         # Weak, so that a tensor may be freed inside the block; with the .grad seen last, to infer retain_grad.
         self._watched = [
             (name, weakref.ref(tensor), [_grad_state(tensor)]) for name, tensor in tensors.items()
@@ -101,13 +103,14 @@ class Trace:
             self._handles.append(module.register_forward_pre_hook(self._on_forward_pre(label, root=not name)))
             self._handles.append(module.register_forward_hook(self._on_forward(label), always_call=True))
         for name, param in model.named_parameters():
-            self._names.setdefault(id(param), name)
+            self._names[id(param)] = weakref.ref(param), name
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(self._on_accumulated(name)))
 
     def _hang_on_tensors(self, tensors: dict[str, Tensor]) -> None:
         nodes: dict[graph.Node, None] = {}  # each once, though several tensors may lead to it
         for name, tensor in tensors.items():
+            self._names[id(tensor)] = weakref.ref(tensor), name
             self._handles.append(tensor.register_hook(self._on_gradient("tensor hook", name)))
             if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
                 self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(name)))
@@ -127,7 +130,7 @@ class Trace:
     def _hang_on_node(self, node: graph.Node) -> None:
         kind, inside = type(node).__name__, self._inside()
         leaf = getattr(node, "variable", None)
-        where = kind if leaf is None else f"{kind} {self._names.get(id(leaf), '')}".rstrip()
+        where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
 
         def before(grad_outputs: tuple) -> None:
             self._record("Node pre-hook", where, first_shape(grad_outputs), inside)
@@ -179,7 +182,7 @@ class Trace:
         outer = _active_saved_tensor_hooks()
 
         def pack(tensor: Tensor) -> tuple:
-            self._record("pack", self._names.get(id(tensor), ""), tuple(tensor.shape))
+            self._record("pack", self._name(tensor), tuple(tensor.shape))
             if outer is not None:
                 return None, outer[0](tensor)
             # detach(): keeping the tensor itself can leak. Its version: with hooks, autograd no longer checks it.
@@ -227,6 +230,10 @@ class Trace:
         if not hasattr(self._running, "stack"):
             self._running.stack = []
         return self._running.stack
+
+    def _name(self, tensor: Tensor) -> str:
+        reference, name = self._names.get(id(tensor), (None, ""))
+        return name if reference is not None and reference() is tensor else ""
 
     def _node(self) -> Event:
         """The Node that is about to run or running: the latest whose pre-hook has fired."""

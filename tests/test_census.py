@@ -241,3 +241,18 @@ def test_no_leftovers_refuses_what_is_no_module():
 def test_hooklab_itself_leaves_nothing(net):
     with no_leftovers(net), watch(**dict(net.named_parameters())), hooklab.trace(net):
         net(torch.ones(1, 2)).sum().backward()
+
+
+def test_hooks_inside_a_compiled_model_are_found(net):
+    net[1].register_forward_hook(spy)
+    assert listed(torch.compile(net, backend="eager")) == [("forward hook", "_orig_mod.1", "spy")]
+
+
+def test_hooks_on_a_resnet_50_are_all_found():
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.resnet50()
+    for module in model.modules():
+        module.register_forward_hook(spy)
+    for param in model.parameters():
+        param.register_hook(spy)
+    assert len(hooks_on(model)) == len(list(model.modules())) + len(list(model.parameters()))
