@@ -178,10 +178,10 @@ def photograph_page(page, name: str) -> None:
     """Save what a person sees, tool bars and all, around the first drawn picture as NAME.page.png."""
     SCREENSHOTS.mkdir(exist_ok=True)
     page.set_viewport_size(PAGE)
-    picture = page.locator(
-        ".jp-NotebookPanel:visible .jp-RenderedSVG, .jp-NotebookPanel:visible .jp-MarkdownOutput img"
-    )
-    picture.first.evaluate("it => it.scrollIntoView({ block: 'center' })")
+    kinds = ".jp-RenderedSVG, .jp-RenderedImage, .jp-MarkdownOutput img"
+    picture = page.locator(".jp-NotebookPanel:visible").locator(kinds)
+    if picture.count():
+        picture.first.evaluate("it => it.scrollIntoView({ block: 'center' })")
     page.screenshot(path=SCREENSHOTS / f"{name}.page.png")
     page.set_viewport_size(VIEWPORT)
 

@@ -1,0 +1,681 @@
+"""Checks of notebook 15: many tensors at once."""
+
+import copy
+import math
+import warnings
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from hooklab.exercises.check import Exercise, Prediction, refuse
+
+# ---- 15.A: the global norm of a group, once per backward ----
+
+
+def record_norms(tensors):
+    norms = []
+
+    def measure(grads):
+        arrived = [grad.norm() for grad in grads if grad is not None]
+        norms.append(torch.stack(arrived).norm().item())
+
+    return norms, register_multi_grad_hook(tensors, measure)
+
+
+GRADS = [[2.0, 3.0], [6.0], [8.0, 16.0, 4.0]]  # of norms that no single rule but the right one explains
+
+
+def examine_record_norms(answer):
+    warnings.simplefilter("ignore")  # reading the .grad of a tensor that is no leaf warns
+    tensors = [torch.ones(len(grad), requires_grad=True) for grad in GRADS]
+    norms, handle = _pair(answer(tensors))
+    _backward(tensors, GRADS)
+    _examine_first(norms)
+    if [tensor.grad.tolist() for tensor in tensors] != GRADS:
+        refuse(
+            "changed",
+            zh=f"梯度被改动了：应当是 `{GRADS}`，现在是 `{[tensor.grad.tolist() for tensor in tensors]}`。名字以 `_` 结尾的方法是原地改的。",
+            en=f"The gradients were changed: they should be `{GRADS}`, they are "
+            f"`{[tensor.grad.tolist() for tensor in tensors]}`. A method whose name ends in `_` edits in place.",
+        )
+    _backward(tensors[:2], GRADS[:2])  # the third is not reached
+    _backward(tensors, [[2 * number for number in grad] for grad in GRADS])
+    _examine_three(norms)
+    _examine_middle(answer)
+    handle.remove()
+    _backward(tensors, GRADS)
+    if len(norms) != 3:
+        refuse(
+            "not_removed",
+            zh="调用 `handle.remove()` 之后又反向了一次，列表还在变长：有的钩子没有取下。",
+            en="After `handle.remove()` one more backward ran and the list still grew: some hook is still on.",
+        )
+
+
+def _backward(tensors, grads):
+    loss = sum((tensor * torch.tensor(grad)).sum() for tensor, grad in zip(tensors, grads, strict=True))
+    loss.backward()
+
+
+def _norm(grads):
+    return math.sqrt(sum(number**2 for grad in grads for number in grad))
+
+
+def _close(value, wanted):
+    return math.isclose(value, wanted, rel_tol=1e-4)
+
+
+def _pair(got):
+    if not isinstance(got, tuple | list) or len(got) != 2 or not isinstance(got[0], list):
+        refuse(
+            "not_a_pair",
+            zh=f"应当返回 `(norms, handle)`：一个列表和一个句柄。得到的是 `{type(got).__name__}`。",
+            en=f"Return `(norms, handle)`, a list and a handle; found `{type(got).__name__}`.",
+        )
+    if not hasattr(got[1], "remove") or isinstance(got[1], list):
+        refuse(
+            "no_handle",
+            zh=f"第二项应当是句柄，用它的 `remove()` 能取下全部钩子；得到的是 `{type(got[1]).__name__}`。",
+            en=f"The second item should be a handle whose `remove()` takes off every hook; found "
+            f"`{type(got[1]).__name__}`.",
+        )
+    return got
+
+
+def _examine_first(norms):
+    if not norms:
+        refuse(
+            "nothing_recorded",
+            zh="反向一次之后，`norms` 还是空的。钩子触发了吗？往里追加的，是不是你返回的那个列表？",
+            en="After one backward `norms` is empty. Did a hook fire? Does it add to the list that you returned?",
+        )
+    if len(norms) != 1:
+        refuse(
+            "one_per_tensor",
+            zh=f"反向一次应当只记 1 个数，却记了 {len(norms)} 个。你的函数是每个张量调用一次，还是整组调用一次？",
+            en=f"One backward should leave 1 number, there are {len(norms)}. Is your function called once per tensor, "
+            "or once for the group?",
+        )
+    if not isinstance(norms[0], int | float | torch.Tensor) or getattr(norms[0], "ndim", 0):
+        refuse(
+            "not_a_number",
+            zh=f"记下的应当是一个数，得到的是 `{type(norms[0]).__name__}`。",
+            en=f"What is recorded should be one number; found `{type(norms[0]).__name__}`.",
+        )
+    _examine_value(float(norms[0]))
+
+
+def _examine_value(got):
+    each = [_norm([grad]) for grad in GRADS]
+    if _close(got, _norm(GRADS)):
+        return
+    if _close(got, sum(each)):
+        refuse(
+            "sum_of_norms",
+            zh=f"得到 {got:.4f}，这是各个范数直接相加。全局范数把所有梯度看作一个长向量。",
+            en=f"Found {got:.4f}: the norms themselves were added. The global norm treats all gradients as one long vector.",
+        )
+    if _close(got, _norm(GRADS) ** 2):
+        refuse(
+            "no_root",
+            zh=f"得到 {got:.4f}，平方和已经有了，还差最后一步。",
+            en=f"Found {got:.4f}: the squares are summed, the last step is missing.",
+        )
+    if any(_close(got, one) for one in each):
+        refuse(
+            "one_only",
+            zh=f"得到 {got:.4f}，这只是其中一个张量的梯度的范数。你的函数收到的是一组梯度，还是一个？",
+            en=f"Found {got:.4f}: the norm of one tensor's gradient alone. Does your function receive the group, or one of it?",
+        )
+    for left_out in range(len(GRADS)):
+        if _close(got, _norm(GRADS[:left_out] + GRADS[left_out + 1 :])):
+            refuse(
+                "last_missing",
+                zh=f"得到 {got:.4f}，恰好少算了最后到的那个梯度。钩子运行时，它在 `.grad` 里吗？",
+                en=f"Found {got:.4f}: exactly the gradient that arrived last is missing. Is it in `.grad` when the hook runs?",
+            )
+    refuse(
+        "wrong_norm",
+        zh=f"梯度是 `{GRADS}`，全局范数应为 {_norm(GRADS):.4f}，得到的是 {got:.4f}。",
+        en=f"The gradients are `{GRADS}`, their global norm is {_norm(GRADS):.4f}; found {got:.4f}.",
+    )
+
+
+def _examine_three(norms):
+    if len(norms) != 3:
+        refuse(
+            "missed_step",
+            zh=f"反向了 3 次，其中一次没有用到所有张量；应当有 3 个数，得到 {len(norms)} 个。是不是在等一个不会来的梯度？",
+            en=f"Of 3 backwards one did not use every tensor; there should be 3 numbers, there are {len(norms)}. Was a "
+            "gradient waited for that never comes?",
+        )
+    wanted = [_norm(GRADS), _norm(GRADS[:2]), 2 * _norm(GRADS)]
+    if not all(_close(float(got), want) for got, want in zip(norms, wanted, strict=True)):
+        refuse(
+            "other_steps",
+            zh="第一次反向对了，后面的混进了别的步骤的梯度。这几步之间没有清过 `.grad`；也看看有没有留到下一步的东西。",
+            en="The first backward is right, the later ones contain gradients of other steps. `.grad` was not cleared in "
+            "between; look also for what is carried over from step to step.",
+        )
+
+
+def _examine_middle(answer):
+    middle = [torch.ones(len(grad), requires_grad=True) * 2 for grad in GRADS]
+    norms, handle = _pair(answer(middle))
+    _backward(middle, GRADS)
+    handle.remove()
+    if len(norms) != 1 or not _close(float(norms[0]), _norm(GRADS)):
+        refuse(
+            "leaves_only",
+            zh=f"换成算出来的中间张量就不对了：应当记下 `[{_norm(GRADS):.4f}]`，得到 `{[round(float(norm), 4) for norm in norms]}`。",
+            en=f"It fails for tensors that are computed: `[{_norm(GRADS):.4f}]` is wanted, found "
+            f"`{[round(float(norm), 4) for norm in norms]}`.",
+        )
+
+
+def of_group(measure, **options):
+    """An answer that hangs a multi-grad hook with `measure(grads, tensors)`."""
+
+    def answer(tensors):
+        norms = []
+        handle = register_multi_grad_hook(
+            tensors, lambda grads: norms.append(measure(grads, tensors)), **options
+        )
+        return norms, handle
+
+    return answer
+
+
+def there(grads):
+    return [grad for grad in grads if grad is not None]
+
+
+def from_dot_grad(grads, tensors):
+    return nn.utils.get_total_norm(there(tensor.grad for tensor in tensors)).item()
+
+
+def in_place(grads, tensors):
+    return math.sqrt(sum(grad.pow_(2).sum().item() for grad in there(grads)))
+
+
+class _AsOne:
+    def __init__(self, handles):
+        self.handles = handles
+
+    def remove(self):
+        for handle in self.handles:
+            handle.remove()
+
+
+def counted(tensors):
+    norms, arrived = [], []
+
+    def collect(grad):
+        arrived.append(grad)
+        if len(arrived) == len(tensors):
+            norms.append(nn.utils.get_total_norm(arrived).item())
+            arrived.clear()
+
+    return norms, _AsOne([tensor.register_hook(collect) for tensor in tensors])
+
+
+def each_alone(tensors):
+    norms = []
+    handles = [tensor.register_hook(lambda grad: norms.append(grad.norm().item())) for tensor in tensors]
+    return norms, _AsOne(handles)
+
+
+def never_cleared(tensors):
+    norms, arrived = [], []
+
+    def measure(grads):
+        arrived.extend(there(grads))
+        norms.append(nn.utils.get_total_norm(arrived).item())
+
+    return norms, register_multi_grad_hook(tensors, measure)
+
+
+def two_hooks_one_handle(tensors):
+    norms, _ = record_norms(tensors)
+    return norms, tensors[0].register_hook(lambda grad: None)
+
+
+RECORD_NORMS = Exercise(
+    "15.A",
+    examine_record_norms,
+    record_norms,
+    {
+        "raised": of_group(lambda grads, _: math.sqrt(sum(grad.square().sum().item() for grad in grads))),
+        "missed_step": counted,
+        "last_missing": of_group(from_dot_grad),
+        "one_only": of_group(lambda grad, _: grad.norm().item(), mode="any"),
+        "one_per_tensor": each_alone,
+        "sum_of_norms": of_group(lambda grads, _: sum(grad.norm().item() for grad in there(grads))),
+        "no_root": of_group(lambda grads, _: sum(grad.square().sum().item() for grad in there(grads))),
+        "wrong_norm": of_group(lambda grads, _: sum(grad.sum().item() for grad in there(grads))),
+        "not_a_number": of_group(lambda grads, _: [grad.norm().item() for grad in there(grads)]),
+        "changed": of_group(in_place),
+        "other_steps": never_cleared,
+        "not_a_pair": lambda tensors: record_norms(tensors)[0],
+        "no_handle": lambda tensors: (record_norms(tensors)[0], None),
+        "not_removed": two_hooks_one_handle,
+    },
+    zh="每次反向一个数，没到的不算，也没有碰梯度。训练日志里的 grad norm 就可以这样记。",
+    en="One number per backward, what did not arrive left out, no gradient touched. The 'grad norm' of a training log can be taken this way.",
+)
+
+# ---- 15.B: the optimizer inside backward ----
+
+
+def step_in_backward(model, make_optimizer):
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizers = {param: make_optimizer([param]) for param in params}
+
+    def step(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    return [param.register_post_accumulate_grad_hook(step) for param in params]
+
+
+OPTIMIZERS = [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.Adam, lr=0.05)]
+
+
+class _Tied(nn.Module):
+    """One layer used twice, another once, one parameter frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.tied(torch.tanh(self.tied(x)))))
+
+
+def _loss(model, x):
+    return model(x).square().sum()
+
+
+def _twins():
+    model = _Tied()
+    return model, copy.deepcopy(model), [torch.randn(4, 3) for _ in range(12)]
+
+
+def _trained(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _same(model, other):
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return [torch.allclose(one, two, rtol=1e-4, atol=1e-6) for one, two in pairs]
+
+
+def examine_step_in_backward(answer):
+    for make_optimizer in OPTIMIZERS:
+        model, twin, batches = _twins()
+        handles = _handles(answer(model, make_optimizer))
+        watching, kept = _watch(model)
+        reference = make_optimizer(_trained(twin))
+        for number, x in enumerate(batches[:3]):
+            before = copy.deepcopy(model)
+            _loss(model, x).backward()
+            _loss(twin, x).backward()
+            reference.step()
+            reference.zero_grad()
+            _examine_step(model, twin, before, number)
+            _examine_freed(model, kept)
+        for handle in watching:
+            handle.remove()
+        _examine_removed(handles, model, batches[3])
+
+
+def _watch(model):
+    """At each arrival: is the gradient of another parameter still there? Hung after the answer's hooks."""
+    kept, params = [], _trained(model)
+
+    def note(arrived):
+        kept.append(any(param.grad is not None for param in params if param is not arrived))
+
+    return [param.register_post_accumulate_grad_hook(note) for param in params], kept
+
+
+def _handles(got):
+    handles = list(got.values()) if isinstance(got, dict) else got
+    if (
+        not isinstance(handles, list | tuple)
+        or not handles
+        or not all(hasattr(one, "remove") for one in handles)
+    ):
+        refuse(
+            "no_handles",
+            zh=f"应当返回句柄的列表，否则钩子再也取不下来。得到的是 `{type(got).__name__}`。",
+            en=f"Return a list of handles, or the hooks can never be taken off. Found `{type(got).__name__}`.",
+        )
+    return handles
+
+
+def _examine_step(model, twin, before, number):
+    if model.head.bias.requires_grad:
+        refuse(
+            "unfrozen",
+            zh="`head.bias` 本来是冻结的，现在它的 `requires_grad` 成了 `True`：冻结的参数不该被你放开。",
+            en="`head.bias` was frozen, now its `requires_grad` is `True`: a frozen parameter is not yours to thaw.",
+        )
+    moved = [not torch.equal(one, two) for one, two in zip(_trained(model), _trained(before), strict=True)]
+    if number == 0 and not any(moved):
+        refuse(
+            "nothing_moved",
+            zh="反向一次之后，没有一个参数变了。你的钩子触发时，`.grad` 已经有值了吗？",
+            en="After one backward no parameter has changed. Is `.grad` filled when your hook fires?",
+        )
+    if number == 0 and sum(moved) == 1:
+        refuse(
+            "one_moved",
+            zh=f"反向一次之后，{len(moved)} 个参数里只有 1 个变了。每个钩子用的都是自己那个优化器吗？闭包里的变量取的是调用时的值。",
+            en=f"After one backward only 1 of {len(moved)} parameters has changed. Does each hook use an optimizer of its "
+            "own? A closure reads a variable when it is called, not when it is made.",
+        )
+    if number == 0 and not all(moved):
+        refuse(
+            "some_moved",
+            zh=f"反向一次之后，{len(moved)} 个参数里只有 {sum(moved)} 个变了。更新的那一刻，每个参数的 `.grad` 都已经存好了吗？",
+            en=f"After one backward only {sum(moved)} of {len(moved)} parameters have changed. At the moment of the update, "
+            "was the `.grad` of every parameter stored already?",
+        )
+    if not all(_same(model, twin)):
+        refuse(
+            *(("first_step",) if number == 0 else ("later_steps",)),
+            zh="第一步更新之后，权重就和普通训练的不同。"
+            if number == 0
+            else "第一步与普通训练一致，后面就不同了。动量和 Adam 的状态存在优化器里；还有，上一步的梯度留下来了吗？",
+            en="After the very first update the weights differ from ordinary training."
+            if number == 0
+            else "The first step agrees with ordinary training, later ones do not. Momentum and Adam's state live in the "
+            "optimizer; and is a gradient of the step before still there?",
+        )
+
+
+def _examine_freed(model, kept):
+    left = [param for param in model.parameters() if param.grad is not None]
+    if left and all(not param.grad.any() for param in left):
+        refuse(
+            "zeros_kept",
+            zh="更新对了，可 `.grad` 里留着一个全零的张量，它和梯度占一样多的内存。",
+            en="The update is right, but `.grad` keeps a tensor of zeros, which takes as much memory as the gradient did.",
+        )
+    if left:
+        refuse(
+            "not_freed",
+            zh=f"更新对了，但反向之后还有 {len(left)} 个参数的 `.grad` 留着：内存没有省下，下一次反向还会往上加。",
+            en=f"The update is right, but after backward {len(left)} parameters still have a `.grad`: no memory is saved, "
+            "and the next backward adds to it.",
+        )
+    if any(kept):
+        refuse(
+            "freed_late",
+            zh="更新对了，也都释放了，但不是一好就释放：有的梯度一直留到了反向的末尾，峰值内存没有降下来。",
+            en="The update is right and all is freed, but not at once: some gradients stayed until the end of backward, "
+            "so the peak is as high as before.",
+        )
+
+
+def _examine_removed(handles, model, x):
+    for handle in handles:
+        handle.remove()
+    before = copy.deepcopy(model)
+    _loss(model, x).backward()
+    if not all(_same(model, before)) or any(param.grad is None for param in _trained(model)):
+        refuse(
+            "not_removed",
+            zh="句柄全都 `remove()` 之后，反向仍在更新参数：有的钩子没有交回句柄。",
+            en="After `remove()` of every handle backward still updates parameters: the handle of some hook was not returned.",
+        )
+
+
+def on_each(model, make_hook, register="register_post_accumulate_grad_hook"):
+    return [getattr(param, register)(make_hook(param)) for param in _trained(model)]
+
+
+def late_binding(model, make_optimizer):
+    handles = []
+    for param in _trained(model):
+        optimizer = make_optimizer([param])
+
+        def step(param):
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+
+        handles.append(param.register_post_accumulate_grad_hook(step))
+    return handles
+
+
+def when_all_arrived(model, make_optimizer):
+    optimizer = make_optimizer(_trained(model))
+
+    def step(grads):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [register_multi_grad_hook(_trained(model), step)]
+
+
+def thawing(model, make_optimizer):
+    model.requires_grad_(True)
+    return step_in_backward(model, make_optimizer)
+
+
+def with_frozen(model, make_optimizer):
+    small = {param: make_optimizer([param]) for param in model.parameters()}
+    return [param.register_post_accumulate_grad_hook(lambda param: small[param].step()) for param in small]
+
+
+def with_tensor_hooks(model, make_optimizer):
+    small = {param: make_optimizer([param]) for param in _trained(model)}
+    return on_each(model, lambda param: lambda grad: small[param].step(), register="register_hook")
+
+
+def without_freeing(model, make_optimizer):
+    small = {param: make_optimizer([param]) for param in _trained(model)}
+    return on_each(model, lambda param: lambda param: small[param].step())
+
+
+def filling_zeros(model, make_optimizer):
+    small = {param: make_optimizer([param]) for param in _trained(model)}
+
+    def step(param):
+        small[param].step()
+        small[param].zero_grad(set_to_none=False)
+
+    return on_each(model, lambda param: step)
+
+
+def made_anew(model, make_optimizer):
+    def step(param):
+        optimizer = make_optimizer([param])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
+def at_the_last(model, make_optimizer):
+    optimizer = make_optimizer(_trained(model))
+    arrived = []
+
+    def step(param):
+        arrived.append(param)
+        if len(arrived) == len(_trained(model)):
+            optimizer.step()
+            optimizer.zero_grad()
+            arrived.clear()
+
+    return on_each(model, lambda param: step)
+
+
+def by_plain_descent(model, make_optimizer):
+    def step(param):
+        param.sub_(param.grad, alpha=0.1)
+        param.grad = None
+
+    return on_each(model, lambda param: step)
+
+
+STEP_IN_BACKWARD = Exercise(
+    "15.B",
+    examine_step_in_backward,
+    step_in_backward,
+    {
+        "raised": with_frozen,
+        "nothing_moved": with_tensor_hooks,
+        "one_moved": late_binding,
+        "some_moved": when_all_arrived,
+        "unfrozen": thawing,
+        "not_freed": without_freeing,
+        "zeros_kept": filling_zeros,
+        "later_steps": made_anew,
+        "freed_late": at_the_last,
+        "no_handles": lambda model, make_optimizer: print(len(step_in_backward(model, make_optimizer))),
+        "not_removed": lambda model, make_optimizer: step_in_backward(model, make_optimizer)[:1],
+        "first_step": lambda model, make_optimizer: step_in_backward(model, partial(torch.optim.SGD, lr=1.0)),
+    },
+    zh="权重与普通训练一致，任何时刻都只有刚存好的那个梯度活着。",
+    en="The weights are those of ordinary training, and at any time only the gradient just stored is alive.",
+)
+
+# ---- 15.C: the same with gradient accumulation ----
+
+
+def step_every(model, make_optimizer, count):
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizers = {param: make_optimizer([param]) for param in params}
+    arrived = dict.fromkeys(params, 0)
+
+    def step(param):
+        arrived[param] += 1
+        if arrived[param] % count == 0:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+    return [param.register_post_accumulate_grad_hook(step) for param in params]
+
+
+def examine_step_every(answer):
+    for make_optimizer, count in zip(OPTIMIZERS, (2, 3), strict=True):
+        model, twin, batches = _twins()
+        handles = _handles(answer(model, make_optimizer, count))
+        reference = make_optimizer(_trained(twin))
+        for number, x in enumerate(batches[: 3 * count], start=1):
+            before = copy.deepcopy(model)
+            _loss(model, x).backward()
+            _loss(twin, x).backward()
+            if number % count == 0:
+                reference.step()
+                reference.zero_grad()
+            _examine_every(model, twin, before, number, count)
+        _examine_removed(handles, model, batches[-1])
+
+
+def _examine_every(model, twin, before, number, count):
+    same = _same(model, twin)
+    if all(same) and number % count == 0 and any(param.grad is not None for param in model.parameters()):
+        refuse(
+            "not_freed",
+            zh="更新的时机和结果都对，但更新之后 `.grad` 还留着，会算进下一轮。",
+            en="When and how it updates is right, but after the update `.grad` is still there and joins the next round.",
+        )
+    if all(same):
+        return
+    if number % count:
+        too_early = f"第 {number} 次反向（`count` 为 {count}）之后，有参数已经更新了。"
+        refuse(
+            "too_early",
+            zh=too_early + "每个参数各数各的吗？更新一次之后，计数还对吗？",
+            en=f"After backward number {number} (`count` is {count}) some parameter was updated already. Does each "
+            "parameter keep its own count? And is the count right after an update?",
+        )
+    if all(_same(model, before)):
+        refuse(
+            "never",
+            zh=f"反向已经 {number} 次了（`count` 为 {count}），参数一次也没有更新。",
+            en=f"After {number} backwards (`count` is {count}) no parameter has been updated.",
+        )
+    refuse(
+        "other_sum",
+        zh=f"更新的时机对了，权重却和普通训练的不同。用到的是这 {count} 次梯度之和吗？有没有在中途清掉，有没有除以什么？状态存在同一个优化器里吗？",
+        en=f"The moment of the update is right, the weights differ from ordinary training. Was the sum of {count} gradients "
+        "used, none dropped on the way, not divided by anything? Does one optimizer keep the state?",
+    )
+
+
+def stepping(decide, *, free_always=False, divide=False, free=True):
+    """An answer with one small optimizer per parameter that steps where `decide(calls, count)`."""
+
+    def answer(model, make_optimizer, count):
+        small = {param: make_optimizer([param]) for param in _trained(model)}
+        calls = dict.fromkeys(small, 0)
+
+        def step(param):
+            calls[param] += 1
+            due = decide(calls, param, count)
+            if due:
+                if divide:
+                    param.grad /= count
+                small[param].step()
+            if free and (due or free_always):
+                small[param].zero_grad()
+
+        return on_each(model, lambda param: step)
+
+    return answer
+
+
+def own_turn(calls, param, count):
+    return calls[param] % count == 0
+
+
+STEP_EVERY = Exercise(
+    "15.C",
+    examine_step_every,
+    step_every,
+    {
+        "too_early": stepping(lambda calls, param, count: sum(calls.values()) % count == 0),
+        "other_sum": stepping(own_turn, free_always=True),
+        "not_freed": stepping(own_turn, free=False),
+        "never": stepping(lambda calls, param, count: calls[param] > 10 * count),
+        "no_handles": lambda model, make_optimizer, count: print(
+            len(step_every(model, make_optimizer, count))
+        ),
+        "raised": lambda model, make_optimizer, count: with_frozen(model, make_optimizer),
+    },
+    zh="每个参数各数各的，与普通的梯度累积一致。内存呢？攒着的时候一点也没省。",
+    en="Each parameter keeps its own count, and the result is that of ordinary gradient accumulation. And the memory? While they add up, none is saved.",
+)
+
+CHECKS = [
+    Prediction(
+        "15.1",
+        zh="只有最后到的 `a` 被清零。`b` 和 `c` 的梯度早已存进 `.grad`，而且存的是另一份：钩子手里的那份改了也没用。",
+        en="Only `a`, the last to arrive, was zeroed. The gradients of `b` and `c` had been stored in `.grad` before, in memory of their own: editing what the hook holds does nothing to them.",
+    ),
+    Prediction(
+        "15.2",
+        zh="每次反向只触发一次：`x` 两处的梯度 2 和 3 先相加，再存，钩子看到 5。第二次没有清 `.grad`，累加之后是 7。`autograd.grad` 不存，也就不触发。",
+        en="It fires once per backward: the gradients 2 and 3 of the two uses of `x` are summed, then stored, and the hook sees 5. The second time `.grad` was not cleared: 7 after adding. `autograd.grad` stores nothing and fires nothing.",
+    ),
+    Prediction(
+        "15.3",
+        zh="钩子攥着全部 8 个梯度，直到最后一个到达；于是先到的 7 个存进 `.grad` 时都被复制了一份：8 + 7。等大家到齐，代价是梯度的内存差不多翻倍。",
+        en="The hook holds all 8 gradients until the last has come, so the 7 earlier ones were copied when they were stored in `.grad`: 8 + 7. Waiting for everybody nearly doubles the memory of gradients.",
+    ),
+    Prediction(
+        "15.4",
+        zh="每次反向之后都更新了一次：第一次梯度是 2，`w` 变成 0.5；第二次的梯度已经在新的 `w` 上算，是 1，`w` 变成 0.25。梯度累积和反向里更新不能同时用。",
+        en="Each backward ended in an update: the first gradient is 2 and `w` becomes 0.5; the second is taken at the new `w`, so it is 1, and `w` becomes 0.25. Gradient accumulation and updating inside backward exclude each other.",
+    ),
+    RECORD_NORMS,
+    STEP_IN_BACKWARD,
+    STEP_EVERY,
+]
