@@ -1,126 +1,12 @@
 """Checks of notebook 14: which hooks fire, and in what order."""
 
 import torch
+from torch import nn
 
+from hooklab.census import HookLeak, hooks_on, no_leftovers
 from hooklab.exercises.check import Exercise, Prediction, refuse
 
-# ---- 14.A: the names of tensors in the order in which their gradients arrive ----
-
-
-def arrival_order(loss, **tensors):
-    order = []
-    handles = [
-        tensor.register_hook(lambda grad, name=name: order.append(name)) for name, tensor in tensors.items()
-    ]
-    try:
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return order
-
-
-def _chain():
-    first = torch.randn(2, requires_grad=True)
-    middle = first * 2
-    last = middle.tanh()
-    return last.sum(), {"first": first, "middle": middle, "last": last, "aside": first * 3}
-
-
-def examine_arrival_order(answer):
-    loss, tensors = _chain()
-    got = answer(loss, **tensors)
-    if not isinstance(got, list) or any(not isinstance(name, str) for name in got):
-        refuse(
-            "not_names",
-            zh=f"应当返回名字（字符串）的列表，得到的是 `{type(got).__name__}`。",
-            en=f"Return a list of names (strings); found `{type(got).__name__}`.",
-        )
-    if tensors["first"].grad is None:
-        refuse(
-            "no_backward",
-            zh="叶子的 `.grad` 还是空的：没有做 `loss.backward()`。",
-            en="The leaf's `.grad` is still empty: `loss.backward()` was not run.",
-        )
-    if "aside" in got:
-        refuse(
-            "not_reached",
-            zh="`aside` 没有参与损失，没有梯度到过那里，不该列出来。名字应当由钩子来记。",
-            en="The loss does not use `aside`: no gradient ever got there, and it should not be listed. Let the hook note "
-            "the name.",
-        )
-    if len(set(got)) < len(got) or set(got) == {"last"} or len(got) == 1:
-        refuse(
-            "one_name",
-            zh=f"得到的是 `{got}`：几个钩子记的是同一个名字。循环里的 `lambda` 到触发时才去读循环变量。",
-            en=f"Found `{got}`: several hooks note the same name. A `lambda` in a loop reads the loop's variable only when "
-            "it fires.",
-        )
-    if got != ["last", "middle", "first"]:
-        refuse(
-            "wrong_order",
-            zh=f"次序应当是梯度到达的先后，得到的是 `{got}`。反向从损失往回走。",
-            en=f"The order should be that of arrival; found `{got}`. Backward walks from the loss to the input.",
-        )
-    if any(tensor._backward_hooks for tensor in tensors.values()):
-        refuse(
-            "left_behind",
-            zh="次序对了，但钩子还挂在张量上，下一次反向会再触发。",
-            en="The order is right, but the hooks are still on the tensors and fire in the next backward.",
-        )
-
-
-def note_in_loop(loss, **tensors):
-    order, handles = [], []
-    for name, tensor in tensors.items():
-        handles.append(tensor.register_hook(lambda grad: order.append(name)))  # noqa: B023
-    loss.backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def left_behind(loss, **tensors):
-    order = []
-    for name, tensor in tensors.items():
-        tensor.register_hook(lambda grad, name=name: order.append(name))
-    loss.backward()
-    return order
-
-
-def only_reached(loss, **tensors):
-    return arrival_order(loss, **tensors)[::-1]
-
-
-def one_name(loss, **tensors):
-    tensors.pop("aside", None)
-    return note_in_loop(loss, **tensors)
-
-
-def listed_all(loss, **tensors):
-    loss.backward()
-    return list(tensors)
-
-
-ARRIVAL_ORDER = Exercise(
-    "14.A",
-    examine_arrival_order,
-    arrival_order,
-    {
-        "one_name": one_name,
-        "not_reached": listed_all,
-        "wrong_order": only_reached,
-        "left_behind": left_behind,
-        "no_backward": lambda loss, **tensors: [],
-        "not_names": lambda loss, **tensors: {
-            name: tensor.grad for name, tensor in tensors.items() if tensor.is_leaf
-        },
-    },
-    zh="次序是看来的，不是背来的。",
-    en="The order was seen, not recited.",
-)
-
-# ---- 14.B: a hook that fires once and takes itself off ----
+# ---- 14.A: a hook that fires once and takes itself off ----
 
 
 def on_first_gradient(tensor, function):
@@ -220,7 +106,7 @@ def never_called(tensor, function):
 
 
 ON_FIRST_GRADIENT = Exercise(
-    "14.B",
+    "14.A",
     examine_on_first_gradient,
     on_first_gradient,
     {
@@ -233,6 +119,109 @@ ON_FIRST_GRADIENT = Exercise(
     },
     zh="触发一次，取下自己，不动梯度。",
     en="It fires once, takes itself off, and leaves the gradient alone.",
+)
+
+# ---- 14.B: the places where a function has left hooks ----
+
+
+def left_by(function, model):
+    try:
+        with no_leftovers(model):
+            function(model)
+    except HookLeak as leak:
+        return [hook.place for hook in leak.hooks]
+    return []
+
+
+def _look(*args):
+    """A hook that was there before, or is left behind."""
+
+
+def _net():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    net[1].register_forward_hook(_look)
+    return net
+
+
+def _forgets(net):
+    net[1].register_forward_hook(_look)
+    net[2].weight.register_hook(_look)
+    net[0].register_forward_pre_hook(_look).remove()
+
+
+def examine_left_by(answer):
+    net, calls = _net(), []
+    got = answer(lambda model: calls.append(1), net)
+    if len(calls) != 1:
+        refuse(
+            "call_count",
+            zh=f"`function` 应当被调用 1 次，实际是 {len(calls)} 次。",
+            en=f"`function` should be called 1 time; it was called {len(calls)} times.",
+        )
+    if not isinstance(got, list) or any(not isinstance(place, str) for place in got):
+        refuse(
+            "not_places",
+            zh=f"应当返回一个列表，里面是字符串，得到的是 `{type(got).__name__}`。",
+            en=f"Return a list of strings; found `{type(got).__name__}`.",
+        )
+    if got:
+        refuse(
+            "counted_old",
+            zh=f"`function` 什么也没留下，却得到了 `{got}`：原来就有的钩子不该算。",
+            en=f"`function` left nothing, yet the answer is `{got}`: hooks that were there before do not count.",
+        )
+    got = answer(_forgets, net)
+    if "1" not in got:
+        refuse(
+            "missed_twin",
+            zh=f"得到的是 `{got}`，少了 `1`：那里原来就有一个同样的函数，`function` 又注册了一次，是另一个钩子。",
+            en=f"Found `{got}`, without `1`: the same function was there before, and `function` has registered it once more, "
+            "which is another hook.",
+        )
+    if "2.weight" not in got:
+        refuse(
+            "missed_parameter",
+            zh=f"得到的是 `{got}`，少了 `2.weight`：钩子也可以挂在参数上。",
+            en=f"Found `{got}`, without `2.weight`: a hook may hang on a parameter, too.",
+        )
+    if sorted(got) != ["1", "2.weight"]:
+        refuse(
+            "too_many",
+            zh=f"应当是 `1` 和 `2.weight` 两处，得到的是 `{got}`。",
+            en=f"The places are `1` and `2.weight`; found `{got}`.",
+        )
+
+
+def by_function(function, model):
+    before = {(hook.place, hook.function) for hook in hooks_on(model)}
+    function(model)
+    return [hook.place for hook in hooks_on(model) if (hook.place, hook.function) not in before]
+
+
+def modules_only(function, model):
+    counts = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    function(model)
+    return [name for name, module in model.named_modules() if len(module._forward_hooks) > counts[name]]
+
+
+def everything(function, model):
+    function(model)
+    return [hook.place for hook in hooks_on(model)]
+
+
+LEFT_BY = Exercise(
+    "14.B",
+    examine_left_by,
+    left_by,
+    {
+        "counted_old": everything,
+        "missed_twin": by_function,
+        "missed_parameter": modules_only,
+        "not_places": lambda function, model: len(left_by(function, model)),
+        "call_count": lambda function, model: [],
+    },
+    zh="留下了什么，一处不漏，原来的也没有冤枉。",
+    en="All that was left is found, and nothing that was there before is blamed.",
 )
 
 CHECKS = [
@@ -260,6 +249,6 @@ CHECKS = [
         en="A full backward hook has two halves: in forward it builds a Node into the graph, and in backward that Node calls "
         "it. A handle removed after forward counts for later forwards, not for this graph.",
     ),
-    ARRIVAL_ORDER,
     ON_FIRST_GRADIENT,
+    LEFT_BY,
 ]

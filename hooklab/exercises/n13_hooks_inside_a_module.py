@@ -1,0 +1,723 @@
+"""Checks of notebook 13: hooks inside a module."""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+
+# ---- 13.A: for use inside forward: values as they are, no negative gradient ----
+
+
+def no_negative(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.clamp(min=0))
+    return x
+
+
+VALUES, WEIGHT = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([3.0, -2.0, 0.5])
+
+
+def examine_no_negative(answer):
+    leaf = (-VALUES).requires_grad_()
+    got = answer(leaf * -1)
+    _examine_values(got, VALUES)
+    (got * WEIGHT).sum().backward()
+    if leaf.grad is None:
+        refuse(
+            "cut",
+            zh="梯度到不了前面的层：你返回的张量和传进来的 `x` 已经断开。",
+            en="No gradient reaches the layers before: the tensor you return is cut off from the `x` that came in.",
+        )
+    if torch.equal(leaf.grad, -WEIGHT):
+        refuse(
+            "unchanged",
+            zh="梯度原样通过，负数还在。钩子挂上了吗？它有没有返回新的梯度？",
+            en="The gradient passes as it is, negative entries and all. Is the hook hung, and does it return the new gradient?",
+        )
+    _examine_neighbour(answer)
+    expect_like(-leaf.grad, WEIGHT.clamp(min=0), "流过 `x` 的梯度", "the gradient that passes through `x`")
+    _examine_without_grad(answer)
+
+
+def _examine_values(got, want):
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，下一层就没有输入了。",
+            en="The function returned `None`: the next layer has no input.",
+        )
+    if hasattr(got, "remove"):
+        refuse(
+            "returned_handle",
+            zh="返回的是句柄，下一层要的是张量。",
+            en="A handle was returned; the next layer wants a tensor.",
+        )
+    if isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got.detach(), want.clamp(min=0)):
+        refuse(
+            "changed_values",
+            zh="前向的数值被改了：输入里的 -2 变成了 0。要改的是反向时的梯度。",
+            en="The values of forward were changed: the -2 of the input became 0. It is the gradient in backward that should change.",
+        )
+    expect_like(got, want, "返回值", "what is returned")
+
+
+def _examine_neighbour(answer):
+    """The gradient of a sum is one buffer for both terms: editing it in place reaches the other term too."""
+    other, leaf = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    neighbour = other * 1
+    total = neighbour + answer(leaf * 1)
+    (total * WEIGHT).sum().backward()
+    if not torch.equal(other.grad, WEIGHT):
+        refuse(
+            "in_place",
+            zh="旁边那个张量的梯度也被改了：钩子原地改了 `grad`，而这块内存是两个张量共用的。请算出一个新张量。",
+            en="The gradient of the tensor next to it changed as well: the hook edits `grad` in place, and the two tensors "
+            "share that memory. Compute a new tensor.",
+        )
+
+
+def _examine_without_grad(answer):
+    try:
+        with torch.no_grad():
+            _examine_values(answer(VALUES.clone().requires_grad_() * 1), VALUES)
+    except RuntimeError:
+        refuse(
+            "fails_in_no_grad",
+            zh="在 `torch.no_grad()` 之内报错：那里算出来的张量不需要梯度，不能挂钩子。",
+            en="It raises in `torch.no_grad()`: a tensor computed there requires no gradient and takes no hook.",
+        )
+    frozen = VALUES.clone()
+    try:
+        got = answer(frozen)
+    except RuntimeError:
+        refuse(
+            "fails_when_frozen",
+            zh="`no_grad` 之内没问题，但是前面的参数全部冻结时报错：梯度是开着的，`x` 却不需要梯度。要问的是张量自己。",
+            en="Fine in `no_grad`, but it raises when all parameters before are frozen: gradients are on, yet `x` requires "
+            "none. The tensor itself is the one to ask.",
+        )
+    _examine_values(got, VALUES)
+    if frozen.requires_grad or got.requires_grad:
+        refuse(
+            "switched_on",
+            zh="`x` 原本不需要梯度，经过你的函数之后却需要了：反向会多算一大段。",
+            en="`x` required no gradient and does after your function: backward computes a stretch more than it should.",
+        )
+
+
+def in_place(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.clamp_(min=0))
+    return x
+
+
+def fails_in_no_grad(x):
+    x.register_hook(lambda grad: grad.clamp(min=0))
+    return x
+
+
+def fails_when_frozen(x):
+    if torch.is_grad_enabled():
+        x.register_hook(lambda grad: grad.clamp(min=0))
+    return x
+
+
+def switched_on(x):
+    if torch.is_grad_enabled():
+        if not x.requires_grad:
+            x.requires_grad_()
+        x.register_hook(lambda grad: grad.clamp(min=0))
+    return x
+
+
+def returned_nothing(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.clamp(min=0))
+
+
+def cut(x):
+    x = x.detach().requires_grad_()
+    x.register_hook(lambda grad: grad.clamp(min=0))
+    return x
+
+
+def unchanged(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: print(grad.clamp(min=0).shape))
+    return x
+
+
+def wrong_side(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.clamp(max=0))
+    return x
+
+
+NO_NEGATIVE = Exercise(
+    "13.A",
+    examine_no_negative,
+    no_negative,
+    {
+        "in_place": in_place,
+        "fails_in_no_grad": fails_in_no_grad,
+        "fails_when_frozen": fails_when_frozen,
+        "switched_on": switched_on,
+        "returned_handle": lambda x: x.register_hook(lambda grad: grad.clamp(min=0)),
+        "returned_nothing": returned_nothing,
+        "changed_values": lambda x: x.clamp(min=0),
+        "cut": cut,
+        "unchanged": unchanged,
+        "wrong_values": wrong_side,
+    },
+    zh="训练时管住梯度，验证时不碍事，可以放心写进 `forward`。",
+    en="It holds the gradient in training and is out of the way in validation: safe to write into `forward`.",
+)
+
+# ---- 13.B: hang a tensor hook on a module's output, from outside ----
+
+
+def hook_output(module, hook):
+    def hang(module, args, output):
+        if output.requires_grad:
+            output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def examine_hook_output(answer):
+    layer, x, seen = nn.Linear(3, 2), torch.randn(4, 3), []
+
+    def hook(grad):
+        seen.append(grad.detach().clone())
+        return grad * 2
+
+    plain = layer(x).detach()
+    handle = answer(layer, hook)
+    _examine_handle(handle)
+    output = _outcome(lambda: layer(x))
+    _examine_output(output, plain)
+    _examine_editable(answer)
+    (output * 3).sum().backward()
+    layer.zero_grad()
+    (layer(x) * 3).sum().backward()
+    _examine_calls(seen, layer)
+    _examine_quiet(layer, x)
+    handle.remove()
+    _examine_removed(layer, x, seen)
+
+
+def _outcome(run):
+    """What `run` returns, or the error it raises."""
+    try:
+        return run()
+    except RuntimeError as error:
+        return error
+
+
+def _examine_handle(handle):
+    if not callable(getattr(handle, "remove", None)):
+        refuse(
+            "no_handle",
+            zh=f"应当返回一个能 `.remove()` 的句柄，得到的是 `{type(handle).__name__}`。",
+            en=f"Return a handle with `.remove()`; found `{type(handle).__name__}`.",
+        )
+
+
+def _examine_output(output, plain):
+    if isinstance(output, RuntimeError):
+        raise output
+    if not isinstance(output, Tensor) or not torch.equal(output.detach(), plain):
+        refuse(
+            "replaced_output",
+            zh=f"模块的输出被换掉了，现在是 `{type(output).__name__}`，数值也不是原来的。看看你的前向钩子返回了什么。",
+            en=f"The module's output was replaced: it is now a `{type(output).__name__}`, with other values than before. See "
+            "what your forward hook returns.",
+        )
+
+
+def _examine_editable(answer):
+    layer = nn.Linear(3, 2)
+    handle = answer(layer, lambda grad: None)
+    outcome = _outcome(lambda: layer(torch.randn(4, 3)).relu_())
+    handle.remove()
+    if isinstance(outcome, RuntimeError):
+        refuse(
+            "full_backward_hook",
+            zh="后面接 `nn.ReLU(inplace=True)` 就报错：模块的反向钩子会把输出变成视图，不许原地改。用别的钩子。",
+            en="With `nn.ReLU(inplace=True)` behind it raises: a module's backward hook makes the output a view that may not be "
+            "edited in place. Use another kind of hook.",
+        )
+
+
+def _examine_calls(seen, layer):
+    if not seen:
+        refuse(
+            "never_called",
+            zh="前向和反向都跑了，`hook` 一次也没有被调用。",
+            en="Forward and backward ran, and `hook` was never called.",
+        )
+    if len(seen) == 1:
+        refuse(
+            "first_only",
+            zh="只有第一次前向的输出挂上了 `hook`，第二次就没有了。",
+            en="Only the output of the first forward had the `hook`; that of the second had none.",
+        )
+    if len(seen) != 2:
+        refuse(
+            "wrong_count",
+            zh=f"前向和反向各跑了 2 次，`hook` 应当被调用 2 次，实际是 {len(seen)} 次。每次前向的输出都是新张量，各挂一次，不多不少。",
+            en=f"Forward and backward ran 2 times each; `hook` should be called 2 times, it was {len(seen)}. The output of each "
+            "forward is a new tensor and takes the hook once.",
+        )
+    if any(grad.shape != (4, 2) or not torch.equal(grad, torch.full((4, 2), 3.0)) for grad in seen):
+        refuse(
+            "other_gradient",
+            zh=f"`hook` 收到的是另一个张量的梯度，形状为 `{list(seen[0].shape)}`；输出的形状是 `[4, 2]`。",
+            en=f"`hook` was given the gradient of some other tensor, of shape `{list(seen[0].shape)}`; the output has the shape "
+            "`[4, 2]`.",
+        )
+    if not torch.allclose(layer.bias.grad, torch.full((2,), 24.0)):
+        refuse(
+            "value_dropped",
+            zh="`hook` 收到了梯度，可是它返回的新值没有被用上：前面的参数收到的不是翻倍后的梯度。",
+            en="`hook` received the gradient, but the value it returned was not used: the parameters before it did not get the "
+            "doubled gradient.",
+        )
+
+
+def _examine_quiet(layer, x):
+    with torch.no_grad():
+        in_no_grad = _outcome(lambda: layer(x))
+    layer.requires_grad_(False)
+    when_frozen = _outcome(lambda: layer(x))
+    layer.requires_grad_(True)
+    if isinstance(in_no_grad, RuntimeError):
+        refuse(
+            "fails_in_no_grad",
+            zh="在 `torch.no_grad()` 之内前向报错：那里的输出不需要梯度，不能挂钩子。",
+            en="Forward raises in `torch.no_grad()`: the output there requires no gradient and takes no hook.",
+        )
+    if isinstance(when_frozen, RuntimeError):
+        refuse(
+            "fails_when_frozen",
+            zh="参数冻结时前向报错：梯度是开着的，输出却不需要梯度。要问的是输出自己。",
+            en="Forward raises when the parameters are frozen: gradients are on, yet the output requires none. The output "
+            "itself is the one to ask.",
+        )
+
+
+def _examine_removed(layer, x, seen):
+    seen.clear()
+    (layer(x) * 3).sum().backward()
+    if seen:
+        refuse(
+            "still_there",
+            zh="取下句柄之后又跑了一遍新的前向和反向，`hook` 还是被调用了：这个句柄管的不是那个前向钩子。",
+            en="After the handle was removed a new forward and backward ran, and `hook` was still called: this handle does not "
+            "belong to the forward hook.",
+        )
+
+
+def replaced_output(module, hook):
+    return module.register_forward_hook(lambda module, args, output: output.register_hook(hook))
+
+
+def hook_fails_in_no_grad(module, hook):
+    def hang(module, args, output):
+        output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def hook_fails_when_frozen(module, hook):
+    def hang(module, args, output):
+        if torch.is_grad_enabled():
+            output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def no_handle(module, hook):
+    hook_output(module, hook)
+
+
+def first_only(module, hook):
+    def hang(module, args, output):
+        output.register_hook(hook)
+        handle.remove()
+
+    handle = module.register_forward_hook(hang)
+    return handle
+
+
+def twice(module, hook):
+    hook_output(module, hook)
+    return hook_output(module, hook)
+
+
+def value_dropped(module, hook):
+    def look(grad):
+        hook(grad)
+
+    return hook_output(module, look)
+
+
+class _Deaf:
+    def remove(self):
+        pass
+
+
+def still_there(module, hook):
+    hook_output(module, hook)
+    return _Deaf()
+
+
+def full_backward_hook(module, hook):
+    return module.register_full_backward_pre_hook(lambda module, grad_output: (hook(grad_output[0]),))
+
+
+HOOK_OUTPUT = Exercise(
+    "13.B",
+    examine_hook_output,
+    hook_output,
+    {
+        "replaced_output": replaced_output,
+        "fails_in_no_grad": hook_fails_in_no_grad,
+        "fails_when_frozen": hook_fails_when_frozen,
+        "no_handle": no_handle,
+        "first_only": first_only,
+        "never_called": lambda module, hook: module.register_forward_hook(lambda *args: None),
+        "wrong_count": twice,
+        "other_gradient": lambda module, hook: module.weight.register_hook(hook),
+        "value_dropped": value_dropped,
+        "still_there": still_there,
+        "full_backward_hook": full_backward_hook,
+    },
+    zh="不改类，一个函数就够到了 `forward` 里的张量，后面接原地操作也不怕。",
+    en="One function reaches a tensor inside `forward` without touching the class, in-place operations behind it included.",
+)
+
+# ---- 13.C: in which order do gradients arrive at the outputs of the children? ----
+
+
+def arrival_order(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+
+        def hang(module, args, output, name=name):
+            if output.requires_grad:
+                output.register_hook(lambda grad: order.append(name))
+
+        handles.append(child.register_forward_hook(hang))
+    try:
+        model(x).sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order
+
+
+class _Mixed(nn.Module):
+    """Declared in another order than used; `stem` is frozen, the output of `side` is not used, `relu` is in place."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(3, 1)
+        self.stem, self.side, self.body = nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(3, 3)
+        self.stem.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = self.stem(x)
+        self.side(stem)
+        return self.head(self.relu(self.body(stem)))
+
+
+def examine_arrival_order(answer):
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1))
+    _examine_order(_order(answer, plain), ["2", "1", "0"])
+    _examine_order(_order(answer, _Mixed(frozen=False)), ["head", "relu", "body", "stem"])
+    try:
+        order = _order(answer, _Mixed(frozen=True))
+    except RuntimeError as error:
+        if "register a hook" not in str(error):
+            raise
+        refuse(
+            "fails_when_frozen",
+            zh="有一层的参数冻结了，它的输出不需要梯度，不能挂钩子：你的函数在这里报错。",
+            en="One layer is frozen, so that its output requires no gradient and takes no hook: your function raises there.",
+        )
+    _examine_order(order, ["head", "relu", "body"])
+
+
+def _order(answer, model):
+    """What `answer` returns for `model`, which holds one hook of somebody else's."""
+    x, child = torch.randn(4, 2), next(model.children())
+    handle = child.register_forward_hook(lambda module, args, output: None)
+    try:
+        order = answer(model, x)
+    except RuntimeError as error:
+        if "BackwardHookFunction" not in str(error):
+            raise
+        refuse(
+            "full_backward_hook",
+            zh="模型里有原地的 ReLU，前向就报错了：模块的反向钩子会把输出变成视图，不许原地改。用别的钩子。",
+            en="With a ReLU in place in the model forward raises: a module's backward hook makes the output a view that may not "
+            "be edited in place. Use another kind of hook.",
+        )
+    if x.requires_grad:
+        refuse(
+            "changed_input",
+            zh="输入 `x` 原本不需要梯度，现在需要了：这样一来，冻结的层也要参与反向。",
+            en="The input `x` required no gradient and does now, so that frozen layers take part in backward too.",
+        )
+    if handle.id not in child._forward_hooks:
+        refuse(
+            "removed_others",
+            zh="模型上原来就有别人挂的一个前向钩子，现在没了。只取下自己挂的。",
+            en="The model had a forward hook of somebody else's, and it is gone. Take off your own only.",
+        )
+    handle.remove()
+    _examine_left(model)
+    return order
+
+
+def _examine_order(order, want):
+    if not isinstance(order, list | tuple) or any(not isinstance(name, str) for name in order):
+        refuse(
+            "not_names",
+            zh="应当返回名字（字符串）的列表，例如 `['fc', 'conv']`。",
+            en="Return a list of names (strings), such as `['fc', 'conv']`.",
+        )
+    order = list(order)
+    if order == want:
+        return
+    if "" in order:
+        refuse(
+            "whole_model",
+            zh="列表里有空名字：`named_modules()` 把模型自己也算了进去。这里要的是 `named_children()` 里的名字。",
+            en="There is an empty name in the list: `named_modules()` counts the model itself too. The names wanted are those of "
+            "`named_children()`.",
+        )
+    if len(order) > 1 and len(set(order)) == 1:
+        refuse(
+            "last_name",
+            zh=f"每一项都是 `{order[0]}`：钩子触发时才去读循环变量，而循环早已停在最后一个名字上。",
+            en=f"Every entry is `{order[0]}`: your hooks read the loop variable when they fire, and by then it has stopped at "
+            "the last name.",
+        )
+    if order == want[::-1]:
+        refuse(
+            "forward_order",
+            zh=f"得到的是 `{order}`，这是前向的次序。要在梯度到达时才记。",
+            en=f"Found `{order}`, which is the order of forward. Take the note when the gradient arrives.",
+        )
+    if "side" in order:
+        refuse(
+            "unused_counted",
+            zh="`side` 的输出没有用到，收不到梯度，却在列表里。别从定义或前向的次序去推，让钩子自己记。",
+            en="The output of `side` is not used and receives no gradient, yet it is listed. Do not infer it from the order of "
+            "definition or of forward; let hooks take the note.",
+        )
+    if {"body", "relu"} <= set(order) and order.index("body") < order.index("relu"):
+        refuse(
+            "hung_too_late",
+            zh="`relu` 是原地操作，梯度先到它的输出，再到 `body` 的输出；你的次序反了。前向结束之后再挂钩子，两个名字就指向同一个张量了。",
+            en="`relu` works in place; gradients arrive at its output first, then at that of `body`, and you have them the other "
+            "way round. Once forward is over, the two names are one tensor.",
+        )
+    missing = sorted(set(want) - set(order))
+    refuse(
+        "wrong_order",
+        zh=f"得到的是 `{order}`，次序或个数不对；缺少的：`{missing}`。没有参数的层也有输出。",
+        en=f"Found `{order}`, which has the wrong order or length; missing: `{missing}`. A layer without parameters has an "
+        "output too.",
+    )
+
+
+def _examine_left(model):
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    left = any(getattr(module, kind) for module in model.modules() for kind in kinds)
+    if left or any(param._backward_hooks for param in model.parameters()):
+        refuse(
+            "left_behind",
+            zh="函数返回以后，模型上还留着你的钩子。",
+            en="After the function has returned your hooks are still on the model.",
+        )
+
+
+def last_name(model, x):
+    order, handles = [], []
+
+    def hang(module, args, output):
+        output.register_hook(lambda grad: order.append(name))
+
+    for name, child in model.named_children():  # noqa: B007
+        handles.append(child.register_forward_hook(hang))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def in_forward(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+        handles.append(child.register_forward_hook(lambda *args, name=name: order.append(name)))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def left_behind(model, x):
+    order = []
+    for name, child in model.named_children():
+
+        def hang(module, args, output, name=name):
+            if output.requires_grad:
+                output.register_hook(lambda grad: order.append(name))
+
+        child.register_forward_hook(hang)
+    model(x).sum().backward()
+    return order
+
+
+def hung_too_late(model, x):
+    outputs, order, handles = {}, [], []
+    for name, child in model.named_children():
+
+        def keep(module, args, output, name=name):
+            outputs[name] = output
+
+        handles.append(child.register_forward_hook(keep))
+    loss = model(x).sum()
+    for name, output in outputs.items():
+        output.register_hook(lambda grad, name=name: order.append(name))
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def order_fails_when_frozen(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+
+        def hang(module, args, output, name=name):
+            output.register_hook(lambda grad: order.append(name))
+
+        handles.append(child.register_forward_hook(hang))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def whole_model(model, x):
+    order, handles = [], []
+    for name, module in model.named_modules():
+
+        def hang(module, args, output, name=name):
+            if output.requires_grad:
+                output.register_hook(lambda grad: order.append(name))
+
+        handles.append(module.register_forward_hook(hang))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def full_backward_hooks(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+        handles.append(child.register_full_backward_hook(lambda *args, name=name: order.append(name)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first layer's input requires no gradient
+        model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def removed_others(model, x):
+    order = left_behind(model, x)
+    for child in model.children():
+        child._forward_hooks.clear()
+    return order
+
+
+def changed_input(model, x):
+    return arrival_order(model, x.requires_grad_())
+
+
+def from_weights(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+        if hasattr(child, "weight") and child.weight.requires_grad:
+            handles.append(child.weight.register_hook(lambda grad, name=name: order.append(name)))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+ARRIVAL_ORDER = Exercise(
+    "13.C",
+    examine_arrival_order,
+    arrival_order,
+    {
+        "last_name": last_name,
+        "forward_order": in_forward,
+        "unused_counted": lambda model, x: [name for name, _ in model.named_children()][::-1],
+        "left_behind": left_behind,
+        "hung_too_late": hung_too_late,
+        "fails_when_frozen": order_fails_when_frozen,
+        "wrong_order": from_weights,
+        "whole_model": whole_model,
+        "full_backward_hook": full_backward_hooks,
+        "removed_others": removed_others,
+        "changed_input": changed_input,
+        "not_names": lambda model, x: list(model.children())[::-1],
+    },
+    zh="次序是记下来的，不是推出来的：声明的先后、没有用到的分支、原地的 ReLU 都骗不了它。",
+    en="The order is a record and no inference: neither declarations, nor unused branches, nor a ReLU in place can fool it.",
+)
+
+CHECKS = [
+    Prediction(
+        "13.1",
+        zh="`lambda` 里的 `x` 到触发时才去查，那时 `forward` 早已把 `x` 改指最后一层的输出。钩子挂在哪个张量上没有错，错的是它读的名字。",
+        en="The `x` in the `lambda` is looked up when the hook fires; by then `forward` has made `x` the output of the last "
+        "layer. The hook hangs on the right tensor and reads the wrong name.",
+    ),
+    Prediction(
+        "13.2",
+        zh="每次前向都算出新的 `x`，钩子挂在各自的 `x` 上；反向只经过最后那一次前向的张量，另外两个 `x` 连同钩子早已释放。",
+        en="Every forward computes a new `x`, and each has hooks of its own. Backward passes only through the tensors of the "
+        "last forward; the other two `x` are long gone, hooks and all.",
+    ),
+    Prediction(
+        "13.3",
+        zh="每一步都多挂一个，谁也没有取下：到最后一步，梯度被减半了 3 次。参数不像中间张量，不会每步都换新的。",
+        en="Each step adds one and none is taken off: in the last step the gradient is halved 3 times. Unlike tensors in the "
+        "middle, a parameter is not new in each step.",
+    ),
+    Prediction(
+        "13.4",
+        zh="ReLU 原地改写了 `conv` 的输出，字典里的两个名字成了同一个张量；前向之后再挂，看到的是 ReLU 输出的梯度。",
+        en="ReLU has overwritten the output of `conv`, and the two names in the dictionary are one tensor; hung after forward, "
+        "the hook sees the gradient of the output of ReLU.",
+    ),
+    Prediction(
+        "13.5",
+        zh="反向传播还没走到 `flatten`，`fc` 的权重和偏置就已经写好了 `.grad`：参数一算完就累加，不等整趟反向结束。",
+        en="Backward has not even come to `flatten` when the weight and the bias of `fc` have their `.grad`: a parameter's "
+        "gradient is added as soon as it is known, not when all of backward is over.",
+    ),
+    NO_NEGATIVE,
+    HOOK_OUTPUT,
+    ARRIVAL_ORDER,
+]
