@@ -42,7 +42,7 @@ class HookRecord:
     key: tuple = field(default=(), repr=False)  # tells two registrations of one function apart
 
     def __str__(self) -> str:
-        source = f" ({_short(self.file)}:{self.line})" if self.file else ""
+        source = f" ({_short(self.file)}, line {self.line})" if self.file else ""
         by = f": {self.function}{source}" if self.function else ""
         options = f" [{', '.join(self.options)}]" if self.options else ""
         owner = f" ({self.owner}'s own)" if self.owner != "user" else ""
@@ -199,8 +199,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _short(file: str) -> str:
-    """A notebook's cell by its number, another file by its name."""
+    """The name of a file; a cell of a notebook has none that is the same in every run."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    cell = shell.compile._filename_map.get(file) if shell is not None else None
-    return Path(file).name if cell is None else f"In[{cell}]"
+    return "notebook cell" if shell is not None and shell.compile.format_code_name(file) else Path(file).name

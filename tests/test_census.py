@@ -113,7 +113,8 @@ def test_options_file_and_line_are_told(net):
     assert pre.options == ("with_kwargs",)
     assert (forward.file, forward.line) == (spy.__code__.co_filename, spy.__code__.co_firstlineno)
     assert (
-        str(forward) == f"forward hook on 0: spy (test_census.py:{forward.line}) [with_kwargs, always_call]"
+        str(forward)
+        == f"forward hook on 0: spy (test_census.py, line {forward.line}) [with_kwargs, always_call]"
     )
 
 
