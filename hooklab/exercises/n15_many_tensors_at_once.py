@@ -662,8 +662,9 @@ CHECKS = [
     ),
     Prediction(
         "15.2",
-        zh="每次反向只触发一次：`x` 两处的梯度 2 和 3 先相加，再存，钩子看到 5。第二次没有清 `.grad`，累加之后是 7。`autograd.grad` 不存，也就不触发。",
-        en="It fires once per backward: the gradients 2 and 3 of the two uses of `x` are summed, then stored, and the hook sees 5. The second time `.grad` was not cleared: 7 after adding. `autograd.grad` stores nothing and fires nothing.",
+        zh="钩子在累加完之后才运行，这时放掉 `.grad` 不碍任何人的事：第二次从头累加，看到的是 2，不是 7。第一次的 5，是 `x` 两处的梯度 2 和 3 之和。",
+        en="The hook runs when the accumulation is over, so nobody minds if `.grad` is freed there: the second backward starts "
+        "afresh and the hook sees 2, not 7. The first 5 is the sum of the gradients 2 and 3 of the two uses of `x`.",
     ),
     Prediction(
         "15.3",
