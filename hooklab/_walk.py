@@ -33,5 +33,6 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def first_shape(value: object) -> tuple[int, ...] | None:
+    """The shape of the first tensor in `value`, or None where there is none."""
     tensor = value if isinstance(value, Tensor) else next(tensors_in(value), None)
     return None if tensor is None else tuple(tensor.shape)
