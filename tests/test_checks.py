@@ -200,6 +200,16 @@ def test_a_teacher_can_write_a_check_in_a_few_lines():
     assert check.exercise(own, 5).reason == "wrong_values"
 
 
+def test_the_check_printed_in_contributing_works_as_it_stands():
+    printed = (notebook_form.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    namespace = {}
+    exec(re.search(r"```python\n(.*?)```", printed, re.DOTALL)[1], namespace)
+    example = namespace["DOUBLE"]
+    assert check.exercise(example, example.solution).kind == "right"
+    for reason, answer in example.wrong.items():
+        assert check.exercise(example, answer).reason == reason
+
+
 # ---- predictions ----
 
 
