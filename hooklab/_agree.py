@@ -14,6 +14,8 @@ def agree(guess: Any, actual: Any) -> bool:
     """True if `guess` means the same as `actual`: see `hooklab.exercises.check.predict`."""
     guess, actual = _plain(guess), _plain(actual)
     if isinstance(actual, set | frozenset):
+        if isinstance(guess, str) and {guess.strip().casefold()} == {str(item).casefold() for item in actual}:
+            return True  # one name of several words
         return _names(guess) == {str(item).casefold() for item in actual}
     if isinstance(guess, str) and not isinstance(actual, str):
         guess = _literal(guess)

@@ -61,6 +61,7 @@ def svg(events: list[Event]) -> str:
         axes.tick_params(axis="y", length=0, pad=_label_width(rows, events))
         axes.set_ylim(len(rows) - 0.4, -1.3)
         axes.set_xlim(-1, len(events))
+        axes.xaxis.set_major_formatter(lambda position, _: f"{position + 1:g}")  # as in the lines
         axes.set_xlabel("event, in the order in which they fired")
         axes.spines[["top", "right", "left"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=5, frameon=False)

@@ -27,7 +27,7 @@ def examine_cap(answer):
                 zh=f"`cap(2.0)` 应当返回一个钩子，也就是一个函数；得到的是 `{type(made).__name__}`。",
                 en=f"`cap(2.0)` should return a hook, which is a function; found `{type(made).__name__}`.",
             )
-    for grad in (torch.tensor([3.0, 4.0]), torch.tensor([[6.0, 0.0], [0.0, -8.0]], dtype=torch.float64)):
+    for grad in (torch.tensor([3.0, 4.0]), torch.tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)):
         _examine_large(hook, grad, grad * (2.0 / grad.norm()))
     for small in (torch.tensor([0.3, -0.4]), torch.tensor([[2.0]])):
         _examine_small(hook, small)
@@ -59,7 +59,28 @@ def _examine_large(hook, grad, want):
             en=f"Every entry was clipped on its own: `{_short(grad)}` became `{_short(got)}`. The direction has changed, "
             "and the norm is still above the limit.",
         )
+    if isinstance(got, Tensor) and (got.shape, got.dtype) == (grad.shape, grad.dtype):
+        _examine_length(grad, got)
     expect_like(got, want, "返回的梯度", "the gradient that the hook returns")
+
+
+def _examine_length(grad, got):
+    got, norm, length = got.detach(), grad.norm().item(), got.norm().item()
+    if not torch.allclose(got * norm, grad * length, rtol=1e-4):
+        refuse(
+            "wrong_direction",
+            zh=f"方向变了：`{_short(grad)}` 变成了 `{_short(got)}`。范数要对整个张量算，每个元素按同样的比例缩短。",
+            en=f"The direction has changed: `{_short(grad)}` became `{_short(got)}`. The norm is that of the whole tensor, and "
+            "every entry shrinks in the same proportion.",
+        )
+    if abs(length - 2.0) > 1e-3:
+        refuse(
+            "wrong_length",
+            zh=f"方向没变，长度不对：上限是 `2.0`，`{_short(grad)}`（范数 `{norm:.4g}`）变成了 `{_short(got)}`，"
+            f"范数是 `{length:.4g}`。量的是哪一种范数，除以的又是什么？",
+            en=f"The direction is right, the length is not: the limit is `2.0`, and `{_short(grad)}` (norm `{norm:.4g}`) "
+            f"became `{_short(got)}`, with norm `{length:.4g}`. Which norm is measured, and what is divided by what?",
+        )
 
 
 def _examine_small(hook, grad):
@@ -106,6 +127,14 @@ def cap_without_return(limit):
     return hook
 
 
+def cap_rows(limit):
+    def hook(grad):
+        norm = grad.norm(dim=-1, keepdim=True)
+        return torch.where(norm > limit, grad * (limit / norm), grad)
+
+    return hook
+
+
 CAP = Exercise(
     "12.A",
     examine_cap,
@@ -117,7 +146,8 @@ CAP = Exercise(
         "clipped_entries": lambda limit: lambda grad: grad.clamp(-limit, limit),
         "changed_small": lambda limit: lambda grad: grad * limit / (grad.norm() + 1e-6),
         "nan_at_zero": lambda limit: lambda grad: grad / grad.norm() * grad.norm().clamp(max=limit),
-        "wrong_values": lambda limit: lambda grad: grad / grad.norm() if grad.norm() > limit else grad,
+        "wrong_length": lambda limit: lambda grad: grad / grad.norm() if grad.norm() > limit else grad,
+        "wrong_direction": cap_rows,
         "wrong_shape": lambda limit: lambda grad: grad.norm().clamp(max=limit),
         "wrong_type": lambda limit: lambda grad: min(limit, grad.norm().item()),
     },
@@ -136,16 +166,17 @@ def decay(model, strength):
 
 
 class _Stack(nn.Module):
-    """Parameters of one shape, so that a hook with the wrong one raises nothing; one is frozen."""
+    """Parameters of one shape, so that a hook with the wrong one raises nothing; one is frozen, one in a child."""
 
     def __init__(self) -> None:
         super().__init__()
         rows = (torch.randperm(8) + 1.0).reshape(4, 2)  # distinct whole numbers: sums are exact
-        self.first, self.second, self.frozen, self.third = (nn.Parameter(row) for row in rows)
+        self.weight, self.gain, self.frozen, last = (nn.Parameter(row) for row in rows)
         self.frozen.requires_grad_(False)
+        self.child = nn.ParameterDict({"bias": last})
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.first * self.second + (x * 2) * self.third + self.frozen
+        return x * self.weight * self.gain + (x * 2) * self.child["bias"] + self.frozen
 
 
 class _Sum(nn.Module):
@@ -174,6 +205,12 @@ def examine_decay(answer):
             "no_handles",
             zh=f"应当返回句柄的列表，好让别人取下这些钩子；得到的是 `{type(handles).__name__}`。",
             en=f"Return a list of handles, so that the hooks can be taken off; found `{type(handles).__name__}`.",
+        )
+    if not handles:
+        refuse(
+            "no_hooks",
+            zh="返回的列表是空的：钩子挂上了吗，句柄收进列表了吗？",
+            en="The list that was returned is empty: are the hooks there, and are their handles put into the list?",
         )
     with torch.no_grad():  # a step of training
         for param in model.parameters():
@@ -222,7 +259,7 @@ def _examine_decayed(model, plain, found, strength, values):
             en="After the parameters were updated, what is added still comes from their values when the hook was hung. Is "
             "the product computed inside the hook, or outside?",
         )
-    if all(torch.allclose(share, want["third"]) for share in added.values()):
+    if all(torch.allclose(share, want["child.bias"]) for share in added.values()):
         refuse(
             "last_one",
             zh="每个参数加上的，都是 `strength` 乘以最后那个参数。循环变量要到钩子触发时才去读，那时循环早就结束了。",
@@ -237,7 +274,14 @@ def _examine_decayed(model, plain, found, strength, values):
             en=f"The gradients of these parameters have not changed: `{missed}`.",
         )
     for name in found:
-        expect_like(found[name], plain[name] + want[name], f"`{name}` 的梯度", f"the gradient of `{name}`")
+        if not torch.allclose(found[name], plain[name] + want[name]):
+            value, share = _short(dict(model.named_parameters())[name]), _short(added[name])
+            refuse(
+                "wrong_addend",
+                zh=f"`strength` 是 `{strength}`，反向时 `{name}` 的值是 `{value}`，它的梯度却多出了 `{share}`。",
+                en=f"`strength` is `{strength}` and in backward the value of `{name}` was `{value}`, but `{share}` was added "
+                "to its gradient.",
+            )
 
 
 def _examine_neighbours(answer):
@@ -305,7 +349,7 @@ def decay_one_handle(model, strength):
 
 
 def decay_first_only(model, strength):
-    return [model.first.register_hook(lambda grad: grad + strength * model.first.detach())]
+    return [model.weight.register_hook(lambda grad: grad + strength * model.weight.detach())]
 
 
 def decay_frozen_too(model, strength):
@@ -321,6 +365,7 @@ DECAY = Exercise(
     {
         "changed_weights": decay_weights,
         "no_handles": lambda model, strength: decay(model, strength) and None,
+        "no_hooks": lambda model, strength: [] if decay(model, strength) else None,
         "nothing_added": decay_without_return,
         "replaced": lambda model, strength: _hang(
             model, lambda param: lambda grad: strength * param.detach()
@@ -329,14 +374,15 @@ DECAY = Exercise(
         "last_one": decay_last_one,
         "missed": decay_first_only,
         "raised": decay_frozen_too,
-        "wrong_values": lambda model, strength: _hang(
+        "wrong_addend": lambda model, strength: _hang(
             model, lambda param: lambda grad: grad - strength * param.detach()
         ),
         "edited_in_place": decay_in_place,
         "not_removable": decay_one_handle,
     },
-    zh="每个参数加上的是它自己此刻的值，冻结的参数不受影响，钩子也能全部取下。",
-    en="Each parameter has its own present value added, frozen ones are left alone, and all hooks can be taken off.",
+    zh="每个参数都按自己在反向时的值加了一份，冻结的不受影响，钩子也能全部取下。",
+    en="Each parameter gets its share by its own value in that backward, frozen ones are left alone, and all hooks can be taken "
+    "off.",
 )
 
 # ---- 12.C: freeze some rows of a weight ----
@@ -380,14 +426,21 @@ def _examine_frozen(answer, factors, rows, weight_first):
             zh="`weight` 的数值变了。冻结是指往后不再更新，不是清零。",
             en="The values of `weight` have changed. Frozen means no more updates; it does not mean zero.",
         )
-    if not hasattr(handle, "remove"):
+    if isinstance(handle, list | tuple) or not hasattr(handle, "remove"):  # a list has a remove() of its own
         refuse(
             "no_handle",
-            zh=f"应当返回句柄，好让别人解冻；得到的是 `{type(handle).__name__}`。",
-            en=f"Return the handle, so that the rows can be thawed again; found `{type(handle).__name__}`.",
+            zh=f"应当返回一个句柄，好让别人解冻；得到的是 `{type(handle).__name__}`。",
+            en=f"Return one handle, so that the rows can be thawed again; found `{type(handle).__name__}`.",
         )
     got, want = gradient(), factors.clone()
     want[rows] = 0
+    if torch.equal(got, factors) and weight._backward_hooks:
+        refuse(
+            "returned_nothing",
+            zh="`weight` 上有钩子，梯度却和原来一样：钩子返回了新值吗？（它触发时 `weight.grad` 还没有写入，改那里没有用。）",
+            en="There is a hook on `weight`, but the gradient is what it was: does the hook return the new value? (When it "
+            "fires `weight.grad` is not yet written; changing it does nothing.)",
+        )
     _examine_rows(got, want, factors, rows)
     if not torch.equal(neighbour.grad, factors):
         refuse(
@@ -409,9 +462,9 @@ def _examine_rows(got, want, factors, rows):
     if torch.equal(got, factors):
         refuse(
             "not_frozen",
-            zh="梯度和原来一样。钩子挂在谁身上？`weight[rows]` 每次都是一个新张量，没有人用它计算。还有，钩子触发时 `weight.grad` 还没有写入。",
-            en="The gradient is what it was. On what does the hook hang? `weight[rows]` is a new tensor each time, and nobody "
-            "computes with it. And when a hook fires `weight.grad` is not yet written.",
+            zh="梯度和原来一样，`weight` 上也没有钩子。钩子挂在谁身上？`weight[rows]` 每次都是一个新张量，没有人用它计算。",
+            en="The gradient is what it was, and there is no hook on `weight`. On what does the hook hang? `weight[rows]` is a "
+            "new tensor each time, and nobody computes with it.",
         )
     if not got.any():
         refuse(
@@ -425,6 +478,13 @@ def _examine_rows(got, want, factors, rows):
             "inverted",
             zh="反了：要冻结的行还有梯度，其余的行成了 0。",
             en="The wrong way round: the rows to freeze have a gradient and the others have become 0.",
+        )
+    zeros = [row for row in range(len(got)) if not got[row].any()]
+    if zeros != rows:
+        refuse(
+            "wrong_rows",
+            zh=f"要冻结的是 `{rows}`，梯度为 0 的行却是 `{zeros}`。",
+            en=f"The rows to freeze are `{rows}`, the rows whose gradient is 0 are `{zeros}`.",
         )
     expect_like(got, want, "`weight` 的梯度", "the gradient of `weight`")
 
@@ -440,12 +500,18 @@ def freeze_in_place(weight, rows):
     return weight.register_hook(hook)
 
 
-def freeze_dot_grad(weight, rows):
+def freeze_without_return(weight, rows):
     def hook(grad):
-        if weight.grad is not None:
-            weight.grad[rows] = 0
+        grad = grad.clone()
+        grad[rows] = 0
 
     return weight.register_hook(hook)
+
+
+def freeze_rescaled(weight, rows):
+    mask = torch.ones(len(weight), 1)
+    mask[rows] = 0
+    return _masked(weight, mask / mask.mean())
 
 
 def freeze_by_zeroing(weight, rows):
@@ -493,7 +559,9 @@ FREEZE_ROWS = Exercise(
         "no_handle": lambda weight, rows: freeze_rows(weight, rows) and None,
         "no_gradient": lambda weight, rows: weight.requires_grad_(False),
         "raised": freeze_float_mask,
-        "wrong_values": freeze_columns,
+        "wrong_rows": freeze_columns,
+        "returned_nothing": freeze_without_return,
+        "wrong_values": freeze_rescaled,
         "not_removable": freeze_twice,
     },
     zh="只有那几行不再更新，别人的梯度分毫未动，句柄一取下就解冻。",
@@ -503,9 +571,9 @@ FREEZE_ROWS = Exercise(
 CHECKS = [
     Prediction(
         "12.1",
-        zh="新值从 `z` 继续往反向走，先到 `x + y`，所以 `x` 和 `y` 变了。`w` 的梯度是 `z` 的数值，在钩子之前就与它分了路。",
+        zh="新值从 `z` 逆着前向继续走，先到 `x + y`，所以 `x` 和 `y` 变了。`w` 的梯度就是 `z` 的数值，不经过这个钩子。",
         en="The new value goes on from `z`, against the direction of forward, into `x + y`: `x` and `y` change. The "
-        "gradient of `w` is the value of `z`, and had parted ways with the hook before.",
+        "gradient of `w` is the value of `z` and does not pass this hook.",
     ),
     Prediction(
         "12.2",
@@ -515,9 +583,9 @@ CHECKS = [
     ),
     Prediction(
         "12.3",
-        zh="`a` 不在 `d` 的下游，却也变成了原来的 100 倍：加法把同一个张量交给了两边，改了一边就改了另一边。",
-        en="`a` does not lie behind `d`, and still has 100 times its gradient: the addition hands one and the same tensor "
-        "to both sides, and an edit on one side is an edit on the other.",
+        zh="`d` 的梯度根本不流向 `a`，`a.grad` 却也变成了 100 倍：加法把同一个张量交给了两边，改了一边就改了另一边。",
+        en="The gradient of `d` never goes to `a`, and `a.grad` is still 100 times what it was: the addition hands one and "
+        "the same tensor to both sides, and an edit on one side is an edit on the other.",
     ),
     Prediction(
         "12.4",

@@ -16,7 +16,8 @@ def no_negative(x):
     return x
 
 
-VALUES, WEIGHT = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([3.0, -2.0, 0.5])
+# Where the gradient is negative the value is not, and the other way round.
+VALUES, WEIGHT = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([-3.0, 2.0, 0.5])
 
 
 def examine_no_negative(answer):
@@ -37,7 +38,7 @@ def examine_no_negative(answer):
             en="The gradient passes as it is, negative entries and all. Is the hook hung, and does it return the new gradient?",
         )
     _examine_neighbour(answer)
-    expect_like(-leaf.grad, WEIGHT.clamp(min=0), "流过 `x` 的梯度", "the gradient that passes through `x`")
+    _examine_passed(-leaf.grad)
     _examine_without_grad(answer)
 
 
@@ -63,6 +64,23 @@ def _examine_values(got, want):
     expect_like(got, want, "返回值", "what is returned")
 
 
+def _examine_passed(passed):
+    if torch.equal(passed, WEIGHT * (VALUES > 0)):
+        refuse(
+            "masked_by_values",
+            zh="换成 0 的是 `x` 为负的位置。要看的是梯度的正负，不是 `x` 的正负。",
+            en="Zeros stand where `x` is negative. It is the sign of the gradient that counts, not that of `x`.",
+        )
+    if not torch.allclose(passed, WEIGHT.clamp(min=0)):
+        came, went = ([round(value, 4) for value in each.tolist()] for each in (WEIGHT, passed))
+        refuse(
+            "wrong_values",
+            zh=f"流到 `x` 的梯度是 `{came}`，过了你的钩子变成 `{went}`。只有负数该变，变成 0。",
+            en=f"The gradient that came to `x` was `{came}`, and behind your hook it is `{went}`. Negative entries alone "
+            "should change, to 0.",
+        )
+
+
 def _examine_neighbour(answer):
     """The gradient of a sum is one buffer for both terms: editing it in place reaches the other term too."""
     other, leaf = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -81,13 +99,20 @@ def _examine_neighbour(answer):
 def _examine_without_grad(answer):
     try:
         with torch.no_grad():
-            _examine_values(answer(VALUES.clone().requires_grad_() * 1), VALUES)
+            got = answer(VALUES.clone().requires_grad_() * 1)
     except RuntimeError:
         refuse(
             "fails_in_no_grad",
             zh="在 `torch.no_grad()` 之内报错：那里算出来的张量不需要梯度，不能挂钩子。",
             en="It raises in `torch.no_grad()`: a tensor computed there requires no gradient and takes no hook.",
         )
+    if got is None:
+        refuse(
+            "returned_sometimes",
+            zh="平时返回的是张量，在 `torch.no_grad()` 之内却是 `None`。看看 `return` 缩进在哪一层。",
+            en="Otherwise a tensor is returned, but in `torch.no_grad()` it is `None`. See how far `return` is indented.",
+        )
+    _examine_values(got, VALUES)
     frozen = VALUES.clone()
     try:
         got = answer(frozen)
@@ -155,6 +180,19 @@ def wrong_side(x):
     return x
 
 
+def masked_by_values(x):
+    if x.requires_grad:
+        positive = x.detach() > 0
+        x.register_hook(lambda grad: grad * positive)
+    return x
+
+
+def returned_sometimes(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad.clamp(min=0))
+        return x
+
+
 NO_NEGATIVE = Exercise(
     "13.A",
     examine_no_negative,
@@ -166,9 +204,11 @@ NO_NEGATIVE = Exercise(
         "switched_on": switched_on,
         "returned_handle": lambda x: x.register_hook(lambda grad: grad.clamp(min=0)),
         "returned_nothing": returned_nothing,
+        "returned_sometimes": returned_sometimes,
         "changed_values": lambda x: x.clamp(min=0),
         "cut": cut,
         "unchanged": unchanged,
+        "masked_by_values": masked_by_values,
         "wrong_values": wrong_side,
     },
     zh="训练时管住梯度，验证时不碍事，可以放心写进 `forward`。",
@@ -187,25 +227,28 @@ def hook_output(module, hook):
 
 
 def examine_hook_output(answer):
-    layer, x, seen = nn.Linear(3, 2), torch.randn(4, 3), []
+    layer, seen = nn.Linear(3, 2), []
+    first, second = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
 
-    def hook(grad):
-        seen.append(grad.detach().clone())
-        return grad * 2
+    def hook(*args):
+        _examine_arguments(args)
+        seen.append(args[0].detach().clone())
+        return args[0] * 2
 
-    plain = layer(x).detach()
+    plain = layer(first).detach()
     handle = answer(layer, hook)
     _examine_handle(handle)
-    output = _outcome(lambda: layer(x))
+    output = _outcome(lambda: layer(first))
+    _examine_silent(seen)
     _examine_output(output, plain)
     _examine_editable(answer)
     (output * 3).sum().backward()
     layer.zero_grad()
-    (layer(x) * 3).sum().backward()
+    (layer(second) * 3).sum().backward()
     _examine_calls(seen, layer)
-    _examine_quiet(layer, x)
+    _examine_quiet(layer, first.detach())
     handle.remove()
-    _examine_removed(layer, x, seen)
+    _examine_removed(layer, first.detach(), seen)
 
 
 def _outcome(run):
@@ -225,15 +268,40 @@ def _examine_handle(handle):
         )
 
 
+def _examine_arguments(args):
+    if len(args) != 1:
+        refuse(
+            "hook_on_module",
+            zh=f"`hook` 收到了 {len(args)} 个参数：你把它本身注册到了模块上。它是张量钩子，只收一个梯度。",
+            en=f"`hook` received {len(args)} arguments: you registered it on the module as it is. It is a tensor hook and "
+            "takes one gradient.",
+        )
+
+
+def _examine_silent(seen):
+    if seen:
+        refuse(
+            "called_in_forward",
+            zh="反向还没开始，`hook` 就被调用了：你在前向里直接调用了它。让 PyTorch 在梯度到来时调用它。",
+            en="`hook` was called before backward had begun: you call it in forward. Let PyTorch call it when a gradient comes.",
+        )
+
+
 def _examine_output(output, plain):
     if isinstance(output, RuntimeError):
         raise output
-    if not isinstance(output, Tensor) or not torch.equal(output.detach(), plain):
+    if not isinstance(output, Tensor):
         refuse(
             "replaced_output",
-            zh=f"模块的输出被换掉了，现在是 `{type(output).__name__}`，数值也不是原来的。看看你的前向钩子返回了什么。",
-            en=f"The module's output was replaced: it is now a `{type(output).__name__}`, with other values than before. See "
-            "what your forward hook returns.",
+            zh=f"模块的输出变成了 `{type(output).__name__}`。看看你的前向钩子返回了什么。",
+            en=f"The module's output has become a `{type(output).__name__}`. See what your forward hook returns.",
+        )
+    if not torch.equal(output.detach(), plain):
+        refuse(
+            "changed_output",
+            zh="模块输出的数值变了。钩子只该改反向时的梯度，不该改前向的值。",
+            en="The values of the module's output have changed. The hook should act on the gradient in backward, not on the "
+            "values of forward.",
         )
 
 
@@ -324,6 +392,28 @@ def replaced_output(module, hook):
     return module.register_forward_hook(lambda module, args, output: output.register_hook(hook))
 
 
+def called_in_forward(module, hook):
+    return module.register_forward_hook(lambda module, args, output: hook(output))
+
+
+def other_gradient(module, hook):
+    def hang(module, args, output):
+        if args[0].requires_grad:
+            args[0].register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def changed_output(module, hook):
+    def hang(module, args, output):
+        changed = output * 2
+        if changed.requires_grad:
+            changed.register_hook(hook)
+        return changed
+
+    return module.register_forward_hook(hang)
+
+
 def hook_fails_in_no_grad(module, hook):
     def hang(module, args, output):
         output.register_hook(hook)
@@ -384,13 +474,16 @@ HOOK_OUTPUT = Exercise(
     hook_output,
     {
         "replaced_output": replaced_output,
+        "changed_output": changed_output,
+        "called_in_forward": called_in_forward,
+        "hook_on_module": lambda module, hook: module.register_forward_hook(hook),
         "fails_in_no_grad": hook_fails_in_no_grad,
         "fails_when_frozen": hook_fails_when_frozen,
         "no_handle": no_handle,
         "first_only": first_only,
         "never_called": lambda module, hook: module.register_forward_hook(lambda *args: None),
         "wrong_count": twice,
-        "other_gradient": lambda module, hook: module.weight.register_hook(hook),
+        "other_gradient": other_gradient,
         "value_dropped": value_dropped,
         "still_there": still_there,
         "full_backward_hook": full_backward_hook,
@@ -436,8 +529,9 @@ class _Mixed(nn.Module):
 
 def examine_arrival_order(answer):
     plain = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1))
-    _examine_order(_order(answer, plain), ["2", "1", "0"])
-    _examine_order(_order(answer, _Mixed(frozen=False)), ["head", "relu", "body", "stem"])
+    _examine_order(_order(answer, plain), ["2", "1", "0"], plain)
+    mixed = _Mixed(frozen=False)
+    _examine_order(_order(answer, mixed), ["head", "relu", "body", "stem"], mixed)
     try:
         order = _order(answer, _Mixed(frozen=True))
     except RuntimeError as error:
@@ -448,7 +542,7 @@ def examine_arrival_order(answer):
             zh="有一层的参数冻结了，它的输出不需要梯度，不能挂钩子：你的函数在这里报错。",
             en="One layer is frozen, so that its output requires no gradient and takes no hook: your function raises there.",
         )
-    _examine_order(order, ["head", "relu", "body"])
+    _examine_order(order, ["head", "relu", "body"], mixed)
 
 
 def _order(answer, model):
@@ -457,7 +551,13 @@ def _order(answer, model):
     handle = child.register_forward_hook(lambda module, args, output: None)
     try:
         order = answer(model, x)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
+        if "RemovableHandle" in str(error):
+            refuse(
+                "replaced_output",
+                zh="下一层收到的不是张量，是一个句柄。看看你的前向钩子返回了什么（第 5 节）。",
+                en="The next layer was given a handle, not a tensor. See what your forward hook returns (section 5).",
+            )
         if "BackwardHookFunction" not in str(error):
             raise
         refuse(
@@ -483,7 +583,7 @@ def _order(answer, model):
     return order
 
 
-def _examine_order(order, want):
+def _examine_order(order, want, model):
     if not isinstance(order, list | tuple) or any(not isinstance(name, str) for name in order):
         refuse(
             "not_names",
@@ -500,12 +600,32 @@ def _examine_order(order, want):
             en="There is an empty name in the list: `named_modules()` counts the model itself too. The names wanted are those of "
             "`named_children()`.",
         )
+    if strangers := sorted(set(order) - {name for name, _ in model.named_children()}):
+        refuse(
+            "not_children",
+            zh=f"`{strangers[0]}` 不是子模块的名字。要的是 `named_children()` 里的名字，也就是子模块的输出收到梯度的先后。",
+            en=f"`{strangers[0]}` is not the name of a child module. The names wanted are those of `named_children()`, in the "
+            "order in which gradients arrive at the outputs of these modules.",
+        )
+    if not order:
+        refuse(
+            "nothing_arrived",
+            zh="列表是空的，没有一个钩子触发过。反向跑了吗？前向开始的时候，钩子还挂着吗？",
+            en="The list is empty: no hook has fired. Did backward run? Were the hooks still there when forward began?",
+        )
     if len(order) > 1 and len(set(order)) == 1:
         refuse(
             "last_name",
             zh=f"每一项都是 `{order[0]}`：钩子触发时才去读循环变量，而循环早已停在最后一个名字上。",
             en=f"Every entry is `{order[0]}`: your hooks read the loop variable when they fire, and by then it has stopped at "
             "the last name.",
+        )
+    if len(set(order)) < len(order):
+        refuse(
+            "repeated",
+            zh=f"得到的是 `{order}`，有的名字出现了不止一次。前向和反向各跑一次就够，每一层也只挂一次。",
+            en=f"Found `{order}`, with names in it more than once. Run forward and backward once each, and hang one hook per "
+            "layer.",
         )
     if order == want[::-1]:
         refuse(
@@ -523,16 +643,21 @@ def _examine_order(order, want):
     if {"body", "relu"} <= set(order) and order.index("body") < order.index("relu"):
         refuse(
             "hung_too_late",
-            zh="`relu` 是原地操作，梯度先到它的输出，再到 `body` 的输出；你的次序反了。前向结束之后再挂钩子，两个名字就指向同一个张量了。",
+            zh="`relu` 是原地操作，梯度先到它的输出，再到 `body` 的输出；你的次序反了。前向结束之后再挂钩子，两个名字就指向同一个张量了（第 6 节）。",
             en="`relu` works in place; gradients arrive at its output first, then at that of `body`, and you have them the other "
-            "way round. Once forward is over, the two names are one tensor.",
+            "way round. Once forward is over, the two names are one tensor (section 6).",
         )
     missing = sorted(set(want) - set(order))
     refuse(
         "wrong_order",
-        zh=f"得到的是 `{order}`，次序或个数不对；缺少的：`{missing}`。没有参数的层也有输出。",
-        en=f"Found `{order}`, which has the wrong order or length; missing: `{missing}`. A layer without parameters has an "
-        "output too.",
+        zh=f"得到的是 `{order}`，"
+        + (f"缺了 `{missing}`。没有参数的层也有输出。" if missing else "名字不缺，次序不对。"),
+        en=f"Found `{order}`"
+        + (
+            f"; missing: `{missing}`. A layer without parameters has an output too."
+            if missing
+            else ", in the wrong order."
+        ),
     )
 
 
@@ -653,6 +778,49 @@ def changed_input(model, x):
     return arrival_order(model, x.requires_grad_())
 
 
+def nothing_arrived(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+
+        def hang(module, args, output, name=name):
+            if output.requires_grad:
+                output.register_hook(lambda grad: order.append(name))
+
+        handles.append(child.register_forward_hook(hang))
+    for handle in handles:
+        handle.remove()
+    model(x).sum().backward()
+    return order
+
+
+def repeated(model, x):
+    return arrival_order(model, x) + arrival_order(model, x)
+
+
+def order_of_parameters(model, x):
+    order, handles = [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            handles.append(param.register_hook(lambda grad, name=name: order.append(name)))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def handle_for_output(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+        hang = lambda module, args, output, name=name: output.register_hook(lambda grad: order.append(name))  # noqa: E731
+        handles.append(child.register_forward_hook(hang))
+    try:
+        model(x).sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order
+
+
 def from_weights(model, x):
     order, handles = [], []
     for name, child in model.named_children():
@@ -681,6 +849,10 @@ ARRIVAL_ORDER = Exercise(
         "removed_others": removed_others,
         "changed_input": changed_input,
         "not_names": lambda model, x: list(model.children())[::-1],
+        "not_children": order_of_parameters,
+        "nothing_arrived": nothing_arrived,
+        "repeated": repeated,
+        "replaced_output": handle_for_output,
     },
     zh="次序是记下来的，不是推出来的：声明的先后、没有用到的分支、原地的 ReLU 都骗不了它。",
     en="The order is a record and no inference: neither declarations, nor unused branches, nor a ReLU in place can fool it.",
@@ -689,7 +861,7 @@ ARRIVAL_ORDER = Exercise(
 CHECKS = [
     Prediction(
         "13.1",
-        zh="`lambda` 里的 `x` 到触发时才去查，那时 `forward` 早已把 `x` 改指最后一层的输出。钩子挂在哪个张量上没有错，错的是它读的名字。",
+        zh="`lambda` 里的 `x` 到触发时才去查，那时 `forward` 早已把 `x` 改指最后一层的输出。钩子没有挂错张量，是读错了名字。",
         en="The `x` in the `lambda` is looked up when the hook fires; by then `forward` has made `x` the output of the last "
         "layer. The hook hangs on the right tensor and reads the wrong name.",
     ),

@@ -1,7 +1,10 @@
 """Checks of notebook 14: which hooks fire, and in what order."""
 
+import copy
+
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from hooklab.census import HookLeak, hooks_on, no_leftovers
 from hooklab.exercises.check import Exercise, Prediction, refuse
@@ -23,8 +26,8 @@ def examine_on_first_gradient(answer):
     y.register_hook(lambda grad: ours.append(1))
 
     def function(grad):
-        seen.append(grad.tolist())
-        return grad * 100
+        seen.append(grad.tolist() if isinstance(grad, torch.Tensor) else grad)
+        return torch.full((2,), 300.0)
 
     answer(y, function)
     if seen:
@@ -33,19 +36,30 @@ def examine_on_first_gradient(answer):
             zh="还没有反向，`function` 就被调用了。要把函数交给钩子，不是把调用的结果交给它。",
             en="`function` was called before any backward. Hand the function to the hook, not the result of calling it.",
         )
+    hung = len(y._backward_hooks) > 1
     (y * 3).sum().backward(retain_graph=True)
     (y * 5).sum().backward()
+    if not seen and not hung:
+        refuse(
+            "not_hung",
+            zh="`function` 一次也没有被调用：反向开始时，`tensor` 上没有新的钩子。是没有注册，还是注册完就取下了？",
+            en="`function` was never called: when backward began there was no new hook on `tensor`. Was it never registered, "
+            "or taken off at once?",
+        )
     if not seen:
         refuse(
             "never_called",
-            zh="反向跑了两遍，`function` 一次也没有被调用。",
-            en="Backward ran twice, and `function` was never called.",
+            zh="钩子挂上了，反向也跑了两遍，`function` 却一次也没有被调用。看看钩子里有没有调用它。",
+            en="The hook is there and backward ran twice, yet `function` was never called. See whether the hook calls it.",
         )
     if len(seen) > 1:
+        still = len(y._backward_hooks) > 1
         refuse(
             "called_again",
-            zh=f"反向跑了两遍，`function` 被调用了 {len(seen)} 次，应当只有第 1 次。",
-            en=f"Backward ran twice and `function` was called {len(seen)} times; only the 1st time is wanted.",
+            zh=f"反向跑了两遍，`function` 被调用了 {len(seen)} 次，应当只有第 1 次。"
+            + ("钩子还挂着：取下它的那一句运行了吗？" if still else ""),
+            en=f"Backward ran twice and `function` was called {len(seen)} times; only the 1st time is wanted."
+            + (" The hook is still there: did the line that removes it run?" if still else ""),
         )
     if seen != [[3.0, 3.0]]:
         refuse(
@@ -53,11 +67,18 @@ def examine_on_first_gradient(answer):
             zh=f"`function` 应当收到第一次的梯度 `[3.0, 3.0]`，收到的是 `{seen[0]}`。",
             en=f"`function` should get the first gradient, `[3.0, 3.0]`; it got `{seen[0]}`.",
         )
-    if x.grad.tolist() != [16.0, 16.0]:
+    if x.grad.tolist() == [610.0, 610.0]:
         refuse(
             "changed",
-            zh="`function` 的返回值顶替了梯度。钩子要返回 `None`。",
-            en="What `function` returns has replaced the gradient. The hook should return `None`.",
+            zh="`function` 的返回值顶替了梯度。看看你的钩子返回了什么。",
+            en="What `function` returns has replaced the gradient. See what your hook returns.",
+        )
+    if x.grad.tolist() != [16.0, 16.0]:
+        refuse(
+            "changed_otherwise",
+            zh=f"梯度被改动了：`x.grad` 应当是 `[16.0, 16.0]`，得到的是 `{x.grad.tolist()}`。看看你的钩子返回了什么。",
+            en=f"The gradient was changed: `x.grad` should be `[16.0, 16.0]`; found `{x.grad.tolist()}`. See what your hook "
+            "returns.",
         )
     if len(ours) != 2:
         refuse(
@@ -70,6 +91,16 @@ def examine_on_first_gradient(answer):
             "stays",
             zh="`function` 只被调用了一次，但钩子还挂着，以后每次反向都要白跑一趟。",
             en="`function` was called once, but the hook is still there and runs for nothing in every later backward.",
+        )
+    z, seen[:] = x * 2, []
+    answer(z, function)
+    torch.autograd.grad((z * 3).sum(), z)
+    if not seen:
+        refuse(
+            "misses_grad",
+            zh="`backward()` 时调用了，换成 `torch.autograd.grad(…, tensor)` 就没有调用。第 1 节里，哪种钩子两次都触发？",
+            en="It was called in `backward()`, but not in `torch.autograd.grad(…, tensor)`. Which kind of hook fired both times "
+            "in section 1?",
         )
 
 
@@ -100,9 +131,29 @@ def removed_others(tensor, function):
     tensor.register_hook(hook)
 
 
-def never_called(tensor, function):
-    tensor.register_hook(lambda grad: None).remove()
-    tensor.register_hook(lambda grad: None)
+def changed_otherwise(tensor, function):
+    def hook(grad):
+        handle.remove()
+        function(grad)
+        return grad * 0
+
+    handle = tensor.register_hook(hook)
+
+
+def misses_grad(tensor, function):
+    def hook(grads):
+        handle.remove()
+        function(grads[0])
+
+    handle = tensor.grad_fn.register_prehook(hook)
+
+
+def reads_grad(tensor, function):
+    def hook(grad):
+        handle.remove()
+        function(tensor.grad)
+
+    handle = tensor.register_hook(hook)
 
 
 ON_FIRST_GRADIENT = Exercise(
@@ -112,10 +163,14 @@ ON_FIRST_GRADIENT = Exercise(
     {
         "stays": stays,
         "changed": changed,
+        "changed_otherwise": changed_otherwise,
+        "misses_grad": misses_grad,
+        "wrong_gradient": reads_grad,
         "removed_others": removed_others,
         "called_again": lambda tensor, function: tensor.register_hook(lambda grad: (function(grad), None)[1]),
         "called_at_once": lambda tensor, function: tensor.register_hook(function(torch.zeros(2))),
-        "never_called": never_called,
+        "never_called": lambda tensor, function: tensor.register_hook(lambda grad: None),
+        "not_hung": lambda tensor, function: tensor.register_hook(function).remove(),
     },
     zh="触发一次，取下自己，不动梯度。",
     en="It fires once, takes itself off, and leaves the gradient alone.",
@@ -140,6 +195,7 @@ def _look(*args):
 def _net():
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     net[1].register_forward_hook(_look)
+    net[2].register_forward_pre_hook(_look)
     return net
 
 
@@ -149,21 +205,38 @@ def _forgets(net):
     net[0].register_forward_pre_hook(_look).remove()
 
 
+def _expect_places(got):
+    if not isinstance(got, list):
+        refuse(
+            "not_a_list",
+            zh=f"应当返回一个列表，得到的是 `{type(got).__name__}`。什么也没留下时，也要返回列表。",
+            en=f"Return a list; found `{type(got).__name__}`. When nothing is left, a list is wanted, too.",
+        )
+    for place in got:
+        if not isinstance(place, str):
+            refuse(
+                "not_places",
+                zh=f"列表里应当是 `place`，也就是字符串，得到的是 `{type(place).__name__}`。",
+                en=f"The list should hold each `place`, a string; found `{type(place).__name__}`.",
+            )
+
+
 def examine_left_by(answer):
     net, calls = _net(), []
-    got = answer(lambda model: calls.append(1), net)
+    got = answer(calls.append, net)
     if len(calls) != 1:
         refuse(
             "call_count",
             zh=f"`function` 应当被调用 1 次，实际是 {len(calls)} 次。",
             en=f"`function` should be called 1 time; it was called {len(calls)} times.",
         )
-    if not isinstance(got, list) or any(not isinstance(place, str) for place in got):
+    if calls[0] is not net:
         refuse(
-            "not_places",
-            zh=f"应当返回一个列表，里面是字符串，得到的是 `{type(got).__name__}`。",
-            en=f"Return a list of strings; found `{type(got).__name__}`.",
+            "other_model",
+            zh="`function` 收到的不是 `model` 本身。钩子要留在原来的模型上，不是留在另一个上。",
+            en="What `function` got is not `model` itself. Its hooks belong on the model that was given, not on another.",
         )
+    _expect_places(got)
     if got:
         refuse(
             "counted_old",
@@ -171,6 +244,14 @@ def examine_left_by(answer):
             en=f"`function` left nothing, yet the answer is `{got}`: hooks that were there before do not count.",
         )
     got = answer(_forgets, net)
+    _expect_places(got)
+    if extra := [place for place in got if place not in ("1", "2.weight")]:
+        refuse(
+            "too_many",
+            zh=f"得到的是 `{got}`：`function` 没有在 `{extra[0]}` 留下钩子。`hooks_on` 按模块排列，新的不一定排在最后。",
+            en=f"Found `{got}`: `function` left no hook at `{extra[0]}`. `hooks_on` lists by module, so a new hook need not come "
+            "last.",
+        )
     if "1" not in got:
         refuse(
             "missed_twin",
@@ -186,9 +267,9 @@ def examine_left_by(answer):
         )
     if sorted(got) != ["1", "2.weight"]:
         refuse(
-            "too_many",
-            zh=f"应当是 `1` 和 `2.weight` 两处，得到的是 `{got}`。",
-            en=f"The places are `1` and `2.weight`; found `{got}`.",
+            "twice",
+            zh=f"`1` 和 `2.weight` 各留下一个钩子，得到的却是 `{got}`。",
+            en=f"One hook was left at `1` and one at `2.weight`; found `{got}`.",
         )
 
 
@@ -209,6 +290,18 @@ def everything(function, model):
     return [hook.place for hook in hooks_on(model)]
 
 
+def tail(function, model):
+    before = len(hooks_on(model))
+    function(model)
+    return [hook.place for hook in hooks_on(model)[before:]]
+
+
+def records(function, model):
+    before = hooks_on(model)
+    function(model)
+    return [hook for hook in hooks_on(model) if hook not in before]
+
+
 LEFT_BY = Exercise(
     "14.B",
     examine_left_by,
@@ -217,19 +310,207 @@ LEFT_BY = Exercise(
         "counted_old": everything,
         "missed_twin": by_function,
         "missed_parameter": modules_only,
-        "not_places": lambda function, model: len(left_by(function, model)),
+        "too_many": tail,
+        "twice": lambda function, model: left_by(function, model) * 2,
+        "not_places": records,
+        "not_a_list": lambda function, model: set(left_by(function, model)),
+        "other_model": lambda function, model: left_by(function, copy.deepcopy(model)),
         "call_count": lambda function, model: [],
     },
     zh="留下了什么，一处不漏，原来的也没有冤枉。",
     en="All that was left is found, and nothing that was there before is blamed.",
 )
 
+# ---- 14.C: the gradient that is passed on in the end ----
+
+
+def final_gradient(tensor):
+    seen = []
+    edge = get_gradient_edge(tensor)
+    number = edge.output_nr
+    edge.node.register_prehook(lambda grads: seen.append(grads[number].clone()))
+    return seen
+
+
+def _recorded(answer, tensor, loss):
+    """What the answer records of two backwards: the hook before it makes 30 of 3, the one after it 31."""
+    tensor.register_hook(lambda grad: grad * 10)
+    got = answer(tensor)
+    if not isinstance(got, list):
+        refuse(
+            "not_a_list",
+            zh=f"应当返回一个列表，得到的是 `{type(got).__name__}`。",
+            en=f"Return a list; found `{type(got).__name__}`.",
+        )
+    tensor.register_hook(lambda grad: grad + 1)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [grad.tolist() if isinstance(grad, torch.Tensor) else grad for grad in got]
+
+
+def examine_final_gradient(answer):
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    got = _recorded(answer, y, (y * 3).sum())
+    _expect_final(got, "中间张量", "a tensor in the middle", after_node=62.0)
+    if x.grad.tolist() != [124.0, 124.0]:
+        refuse(
+            "changed",
+            zh="值记对了，但流到 `x` 的梯度被改动了。看看你的钩子返回了什么。",
+            en="The values are right, but the gradient that reaches `x` was changed. See what your hook returns.",
+        )
+
+    leaf = torch.ones(2, requires_grad=True)
+    loss = (leaf * 3).sum()
+    try:
+        got = _recorded(answer, leaf, loss)
+    except AttributeError as error:
+        if "NoneType" not in str(error):
+            raise
+        refuse(
+            "leaf_has_no_grad_fn",
+            zh="中间张量对了，叶子上却报错：叶子的 `grad_fn` 是 `None`。它的 Node 怎样取，见第 1 节。",
+            en="Right for a tensor in the middle, but a leaf raises: its `grad_fn` is `None`. Section 1 shows how to get its Node.",
+        )
+    _expect_final(got, "叶子", "a leaf", after_node=None)
+
+    first, second = (torch.ones(2, requires_grad=True) * 2).chunk(2)
+    got = _recorded(answer, second, (first * 7 + second * 3).sum())
+    if got != [[31.0], [31.0]]:
+        refuse(
+            "wrong_output",
+            zh=f"`chunk` 的 Node 有两个输出，`tensor` 是第二个，应当记下 `[[31.0], [31.0]]`，得到的是 `{got}`。pre-hook 收到的元组里，每个输出各有一项。",
+            en=f"The Node of `chunk` has two outputs and `tensor` is the second: `[[31.0], [31.0]]` is wanted; found `{got}`. The "
+            "tuple that a pre-hook gets has one entry for each output.",
+        )
+
+
+def _expect_final(got, zh, en, after_node):
+    if not got:
+        refuse(
+            "nothing",
+            zh=f"{zh}：反向跑了两遍，列表还是空的。",
+            en=f"For {en}: backward ran twice, and the list is still empty.",
+        )
+    if got == [[31.0, 31.0], [31.0, 31.0]]:
+        return
+    if got[0] == [30.0, 30.0]:
+        refuse(
+            "too_early",
+            zh=f"{zh}：记下的是 `30`，后来又挂上的钩子把它改成了 `31`。哪种钩子排在所有张量钩子之后？",
+            en=f"For {en}: you noted `30`, and a hook registered later made it `31`. Which kind of hook comes after all tensor hooks?",
+        )
+    if got[0] == [after_node, after_node]:
+        refuse(
+            "too_late",
+            zh=f"{zh}：记下的是 Node 运行之后的梯度，那已经是它前一个张量的了。",
+            en=f"For {en}: you noted a gradient from after the Node ran; it belongs to the tensor before it.",
+        )
+    if got[0] == [31.0, 31.0] and got[1:] == [[62.0, 62.0]]:
+        refuse(
+            "accumulated",
+            zh=f"{zh}：第 1 次反向对，第 2 次记下的是 `62`：那是 `.grad` 里累加的和，不是这一次的梯度。",
+            en=f"For {en}: right in the 1st backward; in the 2nd you noted `62`, the sum in `.grad` and not the gradient of this "
+            "backward.",
+        )
+    if got[0] == [62.0, 62.0]:
+        refuse(
+            "no_copy",
+            zh=f"{zh}：第 1 次记下的值后来变成了 `62`：它和 `.grad` 是同一块内存，被第 2 次累加改掉了。要存副本。",
+            en=f"For {en}: what you noted in the 1st backward became `62` later: it shares its memory with `.grad`, which the 2nd "
+            "accumulation changed. Store a copy.",
+        )
+    if isinstance(got[0], tuple):
+        refuse(
+            "whole_tuple",
+            zh=f"{zh}：记下的是元组，不是张量。Node 的钩子收到的是元组，每个输出各有一项。",
+            en=f"For {en}: you noted a tuple, not a tensor. Hooks on a Node get a tuple with one entry for each output.",
+        )
+    refuse(
+        "wrong_values",
+        zh=f"{zh}：反向跑了两遍，应当记下 `[[31.0, 31.0], [31.0, 31.0]]`，得到的是 `{got}`。",
+        en=f"For {en}: after two backwards `[[31.0, 31.0], [31.0, 31.0]]` is wanted; found `{got}`.",
+    )
+
+
+def _with_node(register):
+    """A wrong answer that hangs something on the Node."""
+
+    def answer(tensor):
+        seen = []
+        register(get_gradient_edge(tensor).node, tensor, seen)
+        return seen
+
+    return answer
+
+
+def too_early(tensor):
+    seen = []
+    tensor.register_hook(seen.append)
+    return seen
+
+
+def accumulated(tensor):
+    seen = []
+    if not tensor.is_leaf:
+        tensor.retain_grad()
+    get_gradient_edge(tensor).node.register_hook(lambda *grads: seen.append(tensor.grad.clone()))
+    return seen
+
+
+def by_grad_fn(tensor):
+    seen = []
+    tensor.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+    return seen
+
+
+def changes(tensor):
+    seen = []
+
+    def hook(grads):
+        seen.append(grads[0])
+        return (grads[0] * 2,)
+
+    get_gradient_edge(tensor).node.register_prehook(hook)
+    return seen
+
+
+FINAL_GRADIENT = Exercise(
+    "14.C",
+    examine_final_gradient,
+    final_gradient,
+    {
+        "too_early": too_early,
+        "too_late": _with_node(
+            lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(got[0]))
+        ),
+        "accumulated": accumulated,
+        "leaf_has_no_grad_fn": by_grad_fn,
+        "wrong_output": _with_node(
+            lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0]))
+        ),
+        "whole_tuple": _with_node(lambda node, tensor, seen: node.register_prehook(seen.append)),
+        "no_copy": _with_node(
+            lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(given[0]))
+        ),
+        "wrong_values": _with_node(
+            lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0].sum()))
+        ),
+        "nothing": lambda tensor: [],
+        "changed": changes,
+        "not_a_list": lambda tensor: tensor.register_hook(print),
+    },
+    zh="叶子、中间张量、多个输出中的一个，记下的都是最终的梯度。",
+    en="For a leaf, a tensor in the middle and one output of several, what is noted is the final gradient.",
+)
+
 CHECKS = [
     Prediction(
         "14.1",
-        zh="`autograd.grad` 只把梯度送到 `x` 就交给你，不往 `.grad` 里存：`AccumulateGrad` 没有运行，挂在它前后的、以及累加之后的钩子都不触发。",
+        zh="`autograd.grad` 只把梯度送到 `x` 就交给你，不往 `.grad` 里存：`AccumulateGrad` 没有运行，挂在它前后的、以及累加之后的钩子都不触发。`y` 在半路上，它的 Node 照常运行，3 个钩子都触发。",
         en="`autograd.grad` takes the gradient as far as `x` and hands it to you, without storing into `.grad`: "
-        "`AccumulateGrad` does not run, so neither its own hooks nor the one after accumulation fire.",
+        "`AccumulateGrad` does not run, so neither its own hooks nor the one after accumulation fire. `y` is on the way: its "
+        "Node runs as ever, and all 3 hooks fire.",
     ),
     Prediction(
         "14.2",
@@ -239,16 +520,17 @@ CHECKS = [
     ),
     Prediction(
         "14.3",
-        zh="`retain_grad` 在张量钩子之后、Node 的 pre-hook 之前写入 `.grad`，和资料里列的次序相反。",
-        en="`retain_grad` writes `.grad` after the tensor hooks and before the pre-hooks of the Node, the other way round "
-        "from what the texts list.",
+        zh="张量钩子触发时还没有，Node 的 pre-hook 触发时已经有了：`retain_grad` 夹在两者之间。S0 和官方说明把后两步写反了。",
+        en="Nothing yet at the tensor hook, a value at the pre-hook of the Node: `retain_grad` comes between the two. S0 and the "
+        "official notes have the latter two the wrong way round.",
     ),
     Prediction(
         "14.4",
-        zh="full backward hook 分两半：前向时就在图里装好了一个 Node，反向时由它来调用。前向之后再取下句柄，只管以后的前向，管不了这一张图。",
-        en="A full backward hook has two halves: in forward it builds a Node into the graph, and in backward that Node calls "
-        "it. A handle removed after forward counts for later forwards, not for this graph.",
+        zh="full backward hook 分两半：前向时就在图里装好了 Node，反向时由 Node 来调用。前向之后才取下，只对以后的前向有效，管不了已经建好的这张图。",
+        en="A full backward hook has two halves: forward builds Nodes into the graph for it, and in backward a Node calls it. "
+        "Removed after forward, it is gone for later forwards, but not from the graph that is already built.",
     ),
     ON_FIRST_GRADIENT,
     LEFT_BY,
+    FINAL_GRADIENT,
 ]

@@ -67,12 +67,17 @@ def _close(value, wanted):
     return math.isclose(value, wanted, rel_tol=1e-4)
 
 
+def _what(got):
+    """The type of a value, or of the parts of a tuple, in words."""
+    return f"({', '.join(map(_what, got))})" if isinstance(got, tuple) else type(got).__name__
+
+
 def _pair(got):
     if not isinstance(got, tuple | list) or len(got) != 2 or not isinstance(got[0], list):
         refuse(
             "not_a_pair",
-            zh=f"应当返回 `(norms, handle)`：一个列表和一个句柄。得到的是 `{type(got).__name__}`。",
-            en=f"Return `(norms, handle)`, a list and a handle; found `{type(got).__name__}`.",
+            zh=f"应当返回 `(norms, handle)`：先是列表，后是句柄。得到的是 `{_what(got)}`。",
+            en=f"Return `(norms, handle)`, the list first, then the handle; found `{_what(got)}`.",
         )
     if not hasattr(got[1], "remove") or isinstance(got[1], list):
         refuse(
@@ -88,21 +93,23 @@ def _examine_first(norms):
     if not norms:
         refuse(
             "nothing_recorded",
-            zh="反向一次之后，`norms` 还是空的。钩子触发了吗？往里追加的，是不是你返回的那个列表？",
-            en="After one backward `norms` is empty. Did a hook fire? Does it add to the list that you returned?",
+            zh="反向一次之后，`norms` 还是空的。钩子还挂着吗（`with` 一结束就取下了）？往里追加的，是不是你返回的那个列表？",
+            en="After one backward `norms` is empty. Is the hook still on (the end of `with` takes it off)? Does it add to "
+            "the list that you returned?",
         )
     if len(norms) != 1:
         refuse(
             "one_per_tensor",
-            zh=f"反向一次应当只记 1 个数，却记了 {len(norms)} 个。你的函数是每个张量调用一次，还是整组调用一次？",
-            en=f"One backward should leave 1 number, there are {len(norms)}. Is your function called once per tensor, "
-            "or once for the group?",
+            zh=f"反向一次应当只记 1 个数，却记了 {len(norms)} 个。追加的那一行，是每个张量运行一次，还是整组运行一次？",
+            en=f"One backward should leave 1 number, there are {len(norms)}. Does the line that appends run once per "
+            "tensor, or once for the group?",
         )
     if not isinstance(norms[0], int | float | torch.Tensor) or getattr(norms[0], "ndim", 0):
+        shape = f" {tuple(norms[0].shape)}" if isinstance(norms[0], torch.Tensor) else ""
         refuse(
             "not_a_number",
-            zh=f"记下的应当是一个数，得到的是 `{type(norms[0]).__name__}`。",
-            en=f"What is recorded should be one number; found `{type(norms[0]).__name__}`.",
+            zh=f"记下的应当是一个数，得到的是 `{type(norms[0]).__name__}{shape}`。",
+            en=f"What is recorded should be one number; found `{type(norms[0]).__name__}{shape}`.",
         )
     _examine_value(float(norms[0]))
 
@@ -126,8 +133,9 @@ def _examine_value(got):
     if any(_close(got, one) for one in each):
         refuse(
             "one_only",
-            zh=f"得到 {got:.4f}，这只是其中一个张量的梯度的范数。你的函数收到的是一组梯度，还是一个？",
-            en=f"Found {got:.4f}: the norm of one tensor's gradient alone. Does your function receive the group, or one of it?",
+            zh=f"得到 {got:.4f}，这只是其中一个梯度的范数，其余的没有算进去。你的函数收到的是一组梯度，还是一个？",
+            en=f"Found {got:.4f}: the norm of one gradient alone, the others are left out. Does your function receive the "
+            "group, or one of it?",
         )
     for left_out in range(len(GRADS)):
         if _close(got, _norm(GRADS[:left_out] + GRADS[left_out + 1 :])):
@@ -162,15 +170,16 @@ def _examine_three(norms):
 
 
 def _examine_middle(answer):
-    middle = [torch.ones(len(grad), requires_grad=True) * 2 for grad in GRADS]
+    # Rows, which `torch.cat` alone cannot join.
+    middle = [torch.ones(1, len(grad), requires_grad=True) * 2 for grad in GRADS]
     norms, handle = _pair(answer(middle))
     _backward(middle, GRADS)
     handle.remove()
     if len(norms) != 1 or not _close(float(norms[0]), _norm(GRADS)):
         refuse(
             "leaves_only",
-            zh=f"换成算出来的中间张量就不对了：应当记下 `[{_norm(GRADS):.4f}]`，得到 `{[round(float(norm), 4) for norm in norms]}`。",
-            en=f"It fails for tensors that are computed: `[{_norm(GRADS):.4f}]` is wanted, found "
+            zh=f"换成形状为 `(1, n)` 的中间张量就不对了：应当记下 `[{_norm(GRADS):.4f}]`，得到 `{[round(float(norm), 4) for norm in norms]}`。",
+            en=f"It fails for tensors in the middle, of shape `(1, n)`: `[{_norm(GRADS):.4f}]` is wanted, found "
             f"`{[round(float(norm), 4) for norm in norms]}`.",
         )
 
@@ -321,7 +330,7 @@ def examine_step_in_backward(answer):
         reference = make_optimizer(_trained(twin))
         for number, x in enumerate(batches[:3]):
             before = copy.deepcopy(model)
-            _loss(model, x).backward()
+            _backward_of(model, x)
             _loss(twin, x).backward()
             reference.step()
             reference.zero_grad()
@@ -330,6 +339,21 @@ def examine_step_in_backward(answer):
         for handle in watching:
             handle.remove()
         _examine_removed(handles, model, batches[3])
+
+
+def _backward_of(model, x):
+    try:
+        _loss(model, x).backward()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        refuse(
+            "others_updated",
+            zh="反向途中，有个参数在计算图用完它之前就被更新了，PyTorch 因此报错。你的 `step()` 只更新自己这一个参数吗？"
+            "优化器会更新它名下所有 `.grad` 不是 `None` 的参数。",
+            en="During backward a parameter was updated before the graph had done with it, and PyTorch raised. Does your "
+            "`step()` update its own parameter only? An optimizer updates all its parameters whose `.grad` is not `None`.",
+        )
 
 
 def _watch(model):
@@ -344,6 +368,7 @@ def _watch(model):
 
 def _handles(got):
     handles = list(got.values()) if isinstance(got, dict) else got
+    found = repr(got) if got in ([], (), {}) else type(got).__name__
     if (
         not isinstance(handles, list | tuple)
         or not handles
@@ -351,8 +376,8 @@ def _handles(got):
     ):
         refuse(
             "no_handles",
-            zh=f"应当返回句柄的列表，否则钩子再也取不下来。得到的是 `{type(got).__name__}`。",
-            en=f"Return a list of handles, or the hooks can never be taken off. Found `{type(got).__name__}`.",
+            zh=f"应当返回句柄的列表，否则钩子再也取不下来。得到的是 `{found}`。",
+            en=f"Return a list of handles, or the hooks can never be taken off. Found `{found}`.",
         )
     return handles
 
@@ -368,8 +393,9 @@ def _examine_step(model, twin, before, number):
     if number == 0 and not any(moved):
         refuse(
             "nothing_moved",
-            zh="反向一次之后，没有一个参数变了。你的钩子触发时，`.grad` 已经有值了吗？",
-            en="After one backward no parameter has changed. Is `.grad` filled when your hook fires?",
+            zh="反向一次之后，没有一个参数变了。调用 `step()` 的那一刻，`.grad` 里有值吗？",
+            en="After one backward no parameter has changed. At the moment when `step()` is called, is there anything in "
+            "`.grad`?",
         )
     if number == 0 and sum(moved) == 1:
         refuse(
@@ -388,10 +414,11 @@ def _examine_step(model, twin, before, number):
     if not all(_same(model, twin)):
         refuse(
             *(("first_step",) if number == 0 else ("later_steps",)),
-            zh="第一步更新之后，权重就和普通训练的不同。"
+            zh="第一步更新之后，权重就和普通训练的不同。每个参数都恰好更新了一次吗？用的是 `make_optimizer` 造的优化器吗？"
             if number == 0
             else "第一步与普通训练一致，后面就不同了。动量和 Adam 的状态存在优化器里；还有，上一步的梯度留下来了吗？",
-            en="After the very first update the weights differ from ordinary training."
+            en="After the very first update the weights differ from ordinary training. Was each parameter updated exactly "
+            "once? By an optimizer that `make_optimizer` made?"
             if number == 0
             else "The first step agrees with ordinary training, later ones do not. Momentum and Adam's state live in the "
             "optimizer; and is a gradient of the step before still there?",
@@ -569,7 +596,7 @@ def examine_step_every(answer):
         reference = make_optimizer(_trained(twin))
         for number, x in enumerate(batches[: 3 * count], start=1):
             before = copy.deepcopy(model)
-            _loss(model, x).backward()
+            _backward_of(model, x)
             _loss(twin, x).backward()
             if number % count == 0:
                 reference.step()
@@ -599,8 +626,9 @@ def _examine_every(model, twin, before, number, count):
     if all(_same(model, before)):
         refuse(
             "never",
-            zh=f"反向已经 {number} 次了（`count` 为 {count}），参数一次也没有更新。",
-            en=f"After {number} backwards (`count` is {count}) no parameter has been updated.",
+            zh=f"第 {number} 次反向（`count` 为 {count}）之后应当更新，参数却没有变。触发第几次时更新？更新过一次之后，计数还对吗？",
+            en=f"After backward number {number} (`count` is {count}) an update is due, and no parameter has changed. At "
+            "which firing does yours update? And is the count right after an update?",
         )
     refuse(
         "other_sum",
@@ -632,6 +660,18 @@ def stepping(decide, *, free_always=False, divide=False, free=True):
     return answer
 
 
+def one_for_all(model, make_optimizer, count):
+    optimizer, calls = make_optimizer(_trained(model)), dict.fromkeys(_trained(model), 0)
+
+    def step(param):
+        calls[param] += 1
+        if calls[param] % count == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
 def own_turn(calls, param, count):
     return calls[param] % count == 0
 
@@ -644,14 +684,15 @@ STEP_EVERY = Exercise(
         "too_early": stepping(lambda calls, param, count: sum(calls.values()) % count == 0),
         "other_sum": stepping(own_turn, free_always=True),
         "not_freed": stepping(own_turn, free=False),
-        "never": stepping(lambda calls, param, count: calls[param] > 10 * count),
+        "never": stepping(lambda calls, param, count: calls[param] == count),
+        "others_updated": one_for_all,
         "no_handles": lambda model, make_optimizer, count: print(
             len(step_every(model, make_optimizer, count))
         ),
         "raised": lambda model, make_optimizer, count: with_frozen(model, make_optimizer),
     },
-    zh="每个参数各数各的，与普通的梯度累积一致。内存呢？攒着的时候一点也没省。",
-    en="Each parameter keeps its own count, and the result is that of ordinary gradient accumulation. And the memory? While they add up, none is saved.",
+    zh="结果与普通的梯度累积一致。内存呢？攒着的时候一点也没省。",
+    en="The result is that of ordinary gradient accumulation. And the memory? While gradients add up, none is saved.",
 )
 
 CHECKS = [
@@ -662,19 +703,13 @@ CHECKS = [
     ),
     Prediction(
         "15.2",
-        zh="钩子在累加完之后才运行，这时放掉 `.grad` 不碍任何人的事：第二次从头累加，看到的是 2，不是 7。第一次的 5，是 `x` 两处的梯度 2 和 3 之和。",
-        en="The hook runs when the accumulation is over, so nobody minds if `.grad` is freed there: the second backward starts "
-        "afresh and the hook sees 2, not 7. The first 5 is the sum of the gradients 2 and 3 of the two uses of `x`.",
-    ),
-    Prediction(
-        "15.3",
         zh="钩子攥着全部 8 个梯度，直到最后一个到达；于是先到的 7 个存进 `.grad` 时都被复制了一份：8 + 7。等大家到齐，代价是梯度的内存差不多翻倍。",
         en="The hook holds all 8 gradients until the last has come, so the 7 earlier ones were copied when they were stored in `.grad`: 8 + 7. Waiting for everybody nearly doubles the memory of gradients.",
     ),
     Prediction(
-        "15.4",
-        zh="每次反向之后都更新了一次：第一次梯度是 2，`w` 变成 0.5；第二次的梯度已经在新的 `w` 上算，是 1，`w` 变成 0.25。梯度累积和反向里更新不能同时用。",
-        en="Each backward ended in an update: the first gradient is 2 and `w` becomes 0.5; the second is taken at the new `w`, so it is 1, and `w` becomes 0.25. Gradient accumulation and updating inside backward exclude each other.",
+        "15.3",
+        zh="每次反向之后都更新了一次：第一次梯度是 2，`w` 变成 0.5；第二次的梯度已经在新的 `w` 上算，是 1，`w` 变成 0.25。梯度累积要攒够了才更新，这个钩子却不等。",
+        en="Each backward ended in an update: the first gradient is 2 and `w` becomes 0.5; the second is taken at the new `w`, so it is 1, and `w` becomes 0.25. Gradient accumulation updates when the sum is complete; this hook does not wait for it.",
     ),
     RECORD_NORMS,
     STEP_IN_BACKWARD,
