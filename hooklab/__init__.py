@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 from hooklab import draw
 from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
 from hooklab.exercises import check
+from hooklab.modules import clip_gradients, features, layer_statistics, select, verbose, with_grad
 from hooklab.tensors import clip, scale, watch, zero
 from hooklab.trace import trace
 
@@ -23,11 +24,17 @@ __all__ = [
     "HookRecord",
     "check",
     "clip",
+    "clip_gradients",
     "draw",
+    "features",
     "hooks_on",
+    "layer_statistics",
     "no_leftovers",
     "scale",
+    "select",
     "trace",
+    "verbose",
     "watch",
+    "with_grad",
     "zero",
 ]

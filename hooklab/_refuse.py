@@ -1,10 +1,11 @@
 """Errors for bad input that several modules share: what was found, what was expected, what to do next."""
 
-from numbers import Real
+import math
+from numbers import Integral, Real
 
 from torch import Tensor, nn
 
-__all__ = ["number", "unhookable"]
+__all__ = ["bounds", "count", "interval", "no_choice", "no_module", "not_callable", "number", "unhookable"]
 
 
 def unhookable(function: str, name: str, tensor: object) -> None:
@@ -41,3 +42,65 @@ def number(function: str, name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{function}({name}=...): expected a number that a float can hold") from None
+
+
+def bounds(function: str, min: float | None, max: float | None) -> dict[str, float]:
+    """The bounds that were given, for `Tensor.clamp`; refused unless they leave room between them."""
+    given = {name: bound for name, bound in (("min", min), ("max", max)) if bound is not None}
+    if not given:
+        raise TypeError(f"{function} was given no bound; give min, max or both, for example min=-1, max=1")
+    for name, bound in given.items():
+        given[name] = number(function, name, bound)
+        if math.isnan(bound):
+            raise ValueError(
+                f"{function}({name}=nan): expected a number; no gradient lies within a NaN bound"
+            )
+    if len(given) == 2 and min > max:
+        raise ValueError(
+            f"{function}(min={min}, max={max}): min is above max; did you mean min={max}, max={min}?"
+        )
+    return given
+
+
+def count(function: str, name: str, value: object) -> int:
+    """`value` as a whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{function}({name}=...): expected a whole number, found {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{function}({name}={value}): expected 0 or more")
+    return int(value)
+
+
+def interval(function: str, name: str, value: object) -> tuple[float, float]:
+    """`value` as two finite numbers, the first below the second."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError(f"{function}({name}={value!r}): expected two numbers, for example {name}=(-10, 10)")
+    low, high = (number(function, name, bound) for bound in value)
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(
+            f"{function}({name}=({low:g}, {high:g})): this range is empty or not finite; "
+            "expected two finite numbers, the first below the second"
+        )
+    return low, high
+
+
+def no_choice(function: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of `choices`."""
+    if value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise ValueError(f"{function}({name}={value!r}): expected {expected}")
+
+
+def not_callable(function: str, name: str, value: object, example: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise TypeError(
+            f"{function}({name}=...): expected something that can be called, such as {example}; "
+            f"found {type(value).__name__}"
+        )
+
+
+def no_module(function: str, value: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{function}: expected a module, found {type(value).__name__}")

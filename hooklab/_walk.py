@@ -1,11 +1,14 @@
 """Walk through autograd graphs and through what modules return."""
 
-from collections.abc import Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-__all__ = ["behind", "first_shape", "tensors_in"]
+__all__ = ["behind", "first_shape", "map_tensors", "shapes", "tensors_in"]
 
 
 def behind(root: Node) -> Iterator[Node]:
@@ -21,7 +24,7 @@ def behind(root: Node) -> Iterator[Node]:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -30,9 +33,81 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with every tensor in it replaced by what `function` returns; the containers are new ones."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(function, item) for item in value]
+        # torch.return_types (what `torch.max` returns) refuse tuple's constructor; named tuples may have their own.
+        return type(value)(items) if hasattr(value, "n_fields") else tuple.__new__(type(value), items)
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = [map_tensors(function, item) for item in value]
+        return new
+    if isinstance(value, dict):
+        new = copy.copy(value)  # of its own class, with its own order and default
+        for key, item in value.items():
+            new[key] = map_tensors(function, item)
+        return new
+    if _is_dataclass(value):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            item = map_tensors(function, getattr(value, field.name))
+            object.__setattr__(new, field.name, item)  # also where the class is frozen
+        return new
+    return value
 
 
 def first_shape(value: object) -> tuple[int, ...] | None:
     """The shape of the first tensor in `value`, or None where there is none."""
     tensor = value if isinstance(value, Tensor) else next(tensors_in(value), None)
-    return None if tensor is None else tuple(tensor.shape)
+    return None if tensor is None else _shape(tensor, ragged=-1)
+
+
+def shapes(value: object) -> str:
+    """`value` as text, each tensor as its shape: `[2, 5]`, `([2, 5], None)`, `{'out': [2, 5]}`."""
+    if isinstance(value, Tensor):
+        return f"[{', '.join(map(str, _shape(value, ragged='*')))}]"
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        return _named(value, names, value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shapes, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(shapes, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {shapes(item)}" for key, item in value.items()) + "}"
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _named(value, names, (getattr(value, name) for name in names))
+    return (
+        repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+    )
+
+
+def _shape(tensor: Tensor, ragged: Any) -> tuple:
+    """The shape; a nested tensor has no number for a dimension in which its parts differ."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    sizes = []
+    for dim in range(tensor.dim()):
+        try:
+            size = tensor.size(dim)
+        except RuntimeError:
+            size = None
+        sizes.append(size if isinstance(size, int) else ragged)
+    return tuple(sizes)
+
+
+def _named(value: object, names: Iterable[str], items: Iterable[object]) -> str:
+    inside = ", ".join(f"{name}={shapes(item)}" for name, item in zip(names, items, strict=True))
+    return f"{type(value).__name__}({inside})"
+
+
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

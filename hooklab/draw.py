@@ -4,18 +4,20 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hooklab import _timeline
+from hooklab import _plots, _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
+from hooklab._statistics import Statistics
 from hooklab.trace import Trace
 
-__all__ = ["Picture", "graph", "timeline"]
+__all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "timeline"]
 
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
@@ -124,11 +126,136 @@ def timeline(trace: Trace) -> Picture:
         raise ValueError(
             "timeline: nothing has fired yet; run a forward or a backward inside the block of the trace"
         )
-    facts = _timeline.facts(events, trace.lines())
+    return _drawn(_timeline.facts(events, trace.lines()), _timeline.svg, events)
+
+
+def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
+    """How large the gradient is in each layer, from the first layer (top) to the last: does it vanish or explode?
+
+    The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale.
+
+    Args:
+        stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned.
+
+    Returns:
+        A `Picture`. `.facts` has a line per layer: name, root mean square, largest absolute entry.
+
+    Raises:
+        TypeError: `stats` are no statistics.
+        ValueError: they are of outputs, or no gradient has been counted yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> with hooklab.layer_statistics(model, "*", of="grad_output") as stats:
+        ...     model(torch.ones(3, 2)).sum().backward()
+        >>> print(gradient_flow(stats).facts.splitlines()[2])
+        1      1.0e+00  1.0e+00
+    """
+    counted = _counted("gradient_flow", stats)
+    if getattr(stats, "of", "grad_output") != "grad_output":
+        raise ValueError(
+            "gradient_flow: found statistics of outputs; collect them with layer_statistics(model, ..., of='grad_output')"
+        )
+    width = max(5, *map(len, counted))
+    lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
+    for name, figures in counted.items():
+        largest = max(abs(figures.min), abs(figures.max))
+        bad = f"  {figures.nans} NaN, {figures.infs} inf" if figures.nans or figures.infs else ""
+        lines.append(f"{name:{width}}  {_plots.rms(figures):7.1e}  {largest:7.1e}{bad}")
+    return _drawn("\n".join(lines), _plots.gradient_flow, counted)
+
+
+def activations(stats: Mapping[str, Statistics]) -> Picture:
+    """How the values in each layer are spread, call by call: a heat map per layer, darker where there are more.
+
+    Args:
+        stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
+
+    Returns:
+        A `Picture`. `.facts` has a line per layer: name, calls, and the shares of entries that are exactly zero,
+        below and above the range.
+
+    Raises:
+        TypeError: `stats` are no statistics.
+        ValueError: they have no histogram, or nothing has been counted yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> with hooklab.layer_statistics(model, "1", bins=10, range=(0, 5)) as stats:
+        ...     _ = model(torch.zeros(3, 2))
+        >>> print(activations(stats).facts.splitlines()[0])
+        layer  calls   zeros   below   above
+    """
+    counted = _counted("activations", stats)
+    if any(figures.histogram is None for figures in counted.values()):
+        raise ValueError(
+            "activations: these statistics have no histogram; collect them with layer_statistics(model, ..., bins=40)"
+        )
+    width = max(5, *map(len, counted))
+    lines = [f"{'layer':{width}}  {'calls':>5}  {'zeros':>6}  {'below':>6}  {'above':>6}"]
+    for name, figures in counted.items():
+        shares = (figures.zeros, figures.below / figures.count, figures.above / figures.count)
+        lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(f"{share:6.1%}" for share in shares))
+    return _drawn("\n".join(lines), _plots.activations, counted)
+
+
+def feature_maps(tensor: Tensor) -> Picture:
+    """The channels of one image as grey-green pictures, each stretched from its own minimum to its maximum.
+
+    Args:
+        tensor: (height, width), (channels, height, width) or (images, channels, height, width); of several images
+            the first is shown, of more than 64 channels the first 64.
+
+    Returns:
+        A `Picture`. `.facts` say what is shown, how many maps are the same everywhere, and the range of values.
+
+    Raises:
+        TypeError: `tensor` is not a tensor.
+        ValueError: it has no height and width, or no entries.
+
+    Example:
+        >>> import torch
+        >>> print(feature_maps(torch.arange(24.0).reshape(1, 6, 2, 2)).facts)
+        6 of 6 maps, 2 x 2; values from 0.0000 to 23.0000; the same everywhere: 0
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"feature_maps: expected one tensor, found {type(tensor).__name__}")
+    if not 2 <= tensor.dim() <= 4 or tensor.numel() == 0:
+        raise ValueError(
+            f"feature_maps: expected (channels, height, width) or a batch of it, found shape {tuple(tensor.shape)}; "
+            "choose a layer whose output is an image"
+        )
+    maps, channels = _plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
+    flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
+    facts = (
+        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; "
+        f"values from {maps.min():.4f} to {maps.max():.4f}; the same everywhere: {flat}"
+    )
+    return _drawn(facts, _plots.feature_maps, maps)
+
+
+def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:
     try:
-        return Picture(facts, svg=_timeline.svg(events))
+        return Picture(facts, svg=svg(what))
     except ImportError as error:
         return Picture(facts, reason=f"not drawn: {error}; run `uv sync` or `pip install matplotlib`")
+
+
+def _counted(function: str, stats: object) -> dict[str, Statistics]:
+    if not isinstance(stats, Mapping) or not all(
+        isinstance(figures, Statistics) for figures in stats.values()
+    ):
+        raise TypeError(
+            f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}"
+        )
+    counted = dict(stats)
+    if not any(figures.count for figures in counted.values()):
+        raise ValueError(
+            f"{function}: nothing has been counted yet; run the model inside the block of the statistics"
+        )
+    return counted
 
 
 def _checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:

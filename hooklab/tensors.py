@@ -166,15 +166,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
 
     Source: [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
     """
-    bounds = {name: bound for name, bound in (("min", min), ("max", max)) if bound is not None}
-    if not bounds:
-        raise TypeError("clip() was given no bound; give min, max or both, for example clip(-1, 1)")
-    for name, bound in bounds.items():
-        bounds[name] = _refuse.number("clip", name, bound)
-        if math.isnan(bound):
-            raise ValueError(f"clip({name}=nan): expected a number; no gradient lies within a NaN bound")
-    if len(bounds) == 2 and min > max:
-        raise ValueError(f"clip(min={min}, max={max}): min is above max; did you mean clip({max}, {min})?")
+    bounds = _refuse.bounds("clip", min, max)
 
     def clip_hook(grad: Tensor | None) -> Tensor | None:
         return None if grad is None else grad.clamp(**bounds)

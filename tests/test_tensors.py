@@ -226,7 +226,7 @@ def test_zero_also_silences_nan_and_inf():
     ("make", "error", "words"),
     [
         (lambda: clip(), TypeError, "no bound"),
-        (lambda: clip(1, -1), ValueError, r"min=1, max=-1.*did you mean clip\(-1, 1\)"),
+        (lambda: clip(1, -1), ValueError, r"min=1, max=-1.*did you mean min=-1, max=1\?"),
         (lambda: clip(math.nan, 1), ValueError, r"clip\(min=nan\)"),
         (lambda: clip(0, float("nan")), ValueError, r"clip\(max=nan\)"),
         (lambda: clip("0", 1), TypeError, r"clip\(min=...\): expected a number, found str"),

@@ -1,0 +1,23 @@
+"""Hooks that were installed together and go together."""
+
+from typing import Any, Self
+
+__all__ = ["Installed"]
+
+
+class Installed:
+    """Owns the handles it was given: removes those and no others, at `.remove()` or at the end of a `with`."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def remove(self) -> None:
+        """Take the hooks off again; what was recorded stays. Twice is harmless."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()

@@ -1,0 +1,110 @@
+"""What `layer_statistics` returns: figures by the name of the layer, filled by hooks."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooklab._features import recomputing
+from hooklab._installed import Installed
+from hooklab._select import groups
+from hooklab._statistics import Running, Statistics
+from hooklab._walk import tensors_in
+
+__all__ = ["LayerStatistics"]
+
+
+class LayerStatistics(Installed, Mapping[str, Statistics]):
+    """Figures of what chosen layers return, or of its gradients: what `layer_statistics` returns."""
+
+    def __init__(self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float]):
+        super().__init__()
+        self.of = of
+        self._running: dict[str, Running] = {}
+        self._closed = False
+        hook_for = self._on_output if of == "output" else self._on_gradient
+        try:
+            for module, names in groups(layers):
+                running = Running(bins, range)  # one for all names of a shared module
+                self._running.update(dict.fromkeys(names, running))
+                self._handles.append(module.register_forward_hook(hook_for(running)))
+        except BaseException:
+            self.remove()
+            raise
+
+    def table(self) -> str:
+        """All figures as text, a line for each layer; dashes where nothing was counted."""
+        rows = [("layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf")]
+        rows += [_row(name, running.read()) for name, running in self._running.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+        return "\n".join("  ".join(line) for line in lines)
+
+    def remove(self) -> None:
+        """Take the hooks off again; the figures stay. Twice is harmless."""
+        self._closed = True  # hooks on tensors that are still alive count no more
+        super().remove()
+
+    def __getitem__(self, name: str) -> Statistics:
+        if name not in self._running:
+            close = get_close_matches(str(name), self._running) or list(self._running)[:5]
+            raise KeyError(f"layer_statistics: {name!r} was not asked for; asked for: {', '.join(close)}")
+        if not self._running[name].calls:
+            missing = "output" if self.of == "output" else "gradient"
+            todo = "run the model" if self.of == "output" else "run the model and backward()"
+            raise KeyError(f"layer_statistics: no {missing} of {name!r} yet; {todo} inside the block")
+        return self._running[name].read()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._running and bool(self._running[name].calls)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, running in self._running.items() if running.calls)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        calls = (f"{name}: {running.calls}" for name, running in self._running.items())
+        return f"LayerStatistics(calls of {', '.join(calls)})"
+
+    # ---- the hooks ----
+
+    def _on_output(self, running: Running) -> Callable:
+        add = running.add
+
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            if not recomputing():
+                for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+                    add(tensor)
+
+        return hook
+
+    def _on_gradient(self, running: Running) -> Callable:
+        def arrived(grad: Tensor | None) -> None:
+            if grad is not None and not self._closed:
+                running.add(grad)
+
+        # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient.
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+                if tensor.requires_grad:
+                    handle = tensor.register_hook(arrived)
+                    if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
+                        self._handles.append(handle)
+
+        return hook
+
+
+def _row(name: str, figures: Statistics) -> tuple[str, ...]:
+    numbers = (figures.mean, figures.std, figures.min, figures.max)
+    zeros = "-" if math.isnan(figures.zeros) else f"{figures.zeros:.1%}"
+    return (name, str(figures.calls), *map(_short, numbers), zeros, str(figures.nans), str(figures.infs))
+
+
+def _short(number: float) -> str:
+    if math.isnan(number):
+        return "-"
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.1e}"

@@ -1,0 +1,146 @@
+"""The pictures behind `draw.gradient_flow`, `draw.activations` and `draw.feature_maps`, as SVG."""
+
+import io
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooklab._statistics import Statistics
+
+__all__ = ["activations", "feature_maps", "gradient_flow", "rms", "shown_maps"]
+
+BLUE, ORANGE = "#3b6fb6", "#c2590a"
+MAX_LABELS = 60  # layer names that can be read under each other
+COLUMNS = 3  # of heat maps
+MAPS = 64  # of one tensor
+
+
+def rms(figures: Statistics) -> float:
+    """The root of the mean square: the usual size of an entry."""
+    if math.isnan(figures.mean) or figures.count < 1:
+        return math.nan
+    finite = figures.count - figures.nans - figures.infs
+    spread = figures.std**2 * (finite - 1) / finite if finite > 1 else 0.0
+    return math.sqrt(figures.mean**2 + spread)
+
+
+def gradient_flow(stats: dict[str, Statistics]) -> str:
+    """A row for each layer, the first on top: a dot for the root mean square, a mark for the largest entry."""
+    names = list(stats)
+    sizes = [rms(figures) for figures in stats.values()]
+    largest = [max(abs(figures.min), abs(figures.max)) for figures in stats.values()]
+    bad = [figures.nans + figures.infs > 0 for figures in stats.values()]
+    above_zero = [size for size in sizes if size > 0 and math.isfinite(size)]
+    floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
+    height = 1.1 + min(0.2 * len(names), 12)
+    with _figure(7.5, height) as (figure, out):
+        axes = figure.subplots()
+        rows = range(len(names))
+        for values, mark, colour, label in (
+            (sizes, "o-", BLUE, "root mean square"), (largest, "|", ORANGE, "largest |entry|"),
+        ):  # fmt: skip
+            axes.plot(
+                [max(value, floor) for value in values],
+                rows,
+                mark,
+                color=colour,
+                ms=5,
+                lw=1,
+                mew=1.5,
+                label=label,
+            )
+        for row, (size, is_bad) in enumerate(zip(sizes, bad, strict=True)):
+            if is_bad or size == 0:
+                axes.text(
+                    floor * 1.1,
+                    row,
+                    " NaN or inf" if is_bad else " all 0",
+                    va="center",
+                    fontsize=7,
+                    color="#b3261e",
+                )
+        axes.set_xscale("log")
+        axes.grid(axis="x", color="#e6e6e6")
+        axes.set_xlim(left=floor * 0.8)
+        step = math.ceil(len(names) / MAX_LABELS)
+        axes.set_yticks(range(0, len(names), step), names[::step], family="monospace")
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlabel("gradient with respect to the layer's output")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return out[0]
+
+
+def activations(stats: dict[str, Statistics]) -> str:
+    """A heat map for each layer: calls go right, values up; the darker, the more entries (log scale)."""
+    names = list(stats)
+    columns = min(COLUMNS, len(names))
+    lines = math.ceil(len(names) / columns)
+    with _figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
+        grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+        for axes, name in zip(grid.flat, names, strict=False):
+            figures = stats[name]
+            low, high = figures.range
+            shade = torch.log1p(figures.history.double()).T.tolist()
+            axes.imshow(
+                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest",
+                extent=(0.5, figures.calls + 0.5, low, high),
+            )  # fmt: skip
+            axes.set_title(name, fontsize=8, family="monospace")
+            axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
+        for axes in list(grid.flat)[len(names) :]:
+            axes.set_visible(False)
+        figure.supxlabel("call", fontsize=8)
+        figure.supylabel("value", fontsize=8)
+    return out[0]
+
+
+def shown_maps(tensor: Tensor) -> Tensor:
+    """The maps that are drawn: (maps, height, width), the first 64 of the first image."""
+    while tensor.dim() > 3:
+        tensor = tensor[0]
+    tensor = tensor.detach()[None] if tensor.dim() == 2 else tensor.detach()
+    return tensor[:MAPS].to("cpu", torch.float32)
+
+
+def feature_maps(maps: Tensor) -> str:
+    """The maps as one mosaic, each stretched from its own minimum (dark) to its own maximum (bright)."""
+    number, height, width = maps.shape
+    columns = min(number, max(1, round(math.sqrt(number * 2 * height / width))))
+    lines = math.ceil(number / columns)
+    gap_y, gap_x = max(1, height // 16), max(1, width // 16)
+    canvas = torch.full((lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan)
+    for index, one in enumerate(maps):
+        finite = torch.where(one.isfinite(), one, math.nan)
+        known = finite[~finite.isnan()]
+        low, high = (known.min(), known.max()) if known.numel() else (0.0, 0.0)
+        top, left = index // columns * (height + gap_y), index % columns * (width + gap_x)
+        canvas[top : top + height, left : left + width] = (
+            (finite - low) / (high - low) if high > low else finite * 0
+        )
+    wide = min(9.0, max(2.0, canvas.shape[1] / 24))
+    with _figure(wide, max(0.5, wide * canvas.shape[0] / canvas.shape[1])) as (figure, out):
+        axes = figure.subplots()
+        axes.imshow(canvas.tolist(), cmap="viridis", interpolation="nearest", vmin=0, vmax=1)
+        axes.set_axis_off()
+    return out[0]
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
+    """A figure of this size in inches, and a list that holds its SVG afterwards: the same bytes each time."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    done: list[str] = []
+    with matplotlib.rc_context({"svg.hashsalt": "hooklab", "svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, done
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    done.append(text[text.index("<svg") :].strip())

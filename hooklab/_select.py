@@ -1,0 +1,131 @@
+"""Find the layers of a model by name, by pattern or by class."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "uncompiled"]
+
+
+def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
+    """What `select` returns; `function` is the one that the errors name."""
+    _check(function, model, patterns)
+    layers = dict(uncompiled(model).named_modules(remove_duplicate=False))
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        names = list(_matching(function, layers, pattern))
+        if not names:
+            shown = repr(pattern) if isinstance(pattern, str) else f"class {pattern.__name__}"
+            raise KeyError(f"{function}: no layer matches {shown}; close: {_close(pattern, layers)}")
+        found.update((name, layers[name]) for name in names)
+    return found
+
+
+def callable_layers(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
+    """The chosen layers that a forward can call; warns where hooks may be ignored."""
+    found = chosen(function, model, patterns)
+    layers = {name: layer for name, layer in found.items() if _has_forward(layer)}
+    if missing := {name: layer for name, layer in found.items() if name in patterns and name not in layers}:
+        name, layer = next(iter(missing.items()))
+        raise ValueError(_never_called(function, name, layer))
+    if not layers:
+        raise ValueError(_never_called(function, *next(iter(found.items()))))
+    warn_if_compiled(function, model)
+    return layers
+
+
+def down_to(depth: int, model: nn.Module) -> tuple[str, ...]:
+    """The names of the layers that have a forward, down to `depth`; of the model alone where there are none."""
+    layers = uncompiled(model).named_modules(remove_duplicate=False)
+    names = [name for name, layer in layers if name and name.count(".") < depth and _has_forward(layer)]
+    return tuple(names) or ("",)
+
+
+def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Each module once, with all its names: a shared module has several."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, layer in layers.items():
+        names.setdefault(layer, []).append(name)
+    yield from names.items()
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` wraps, or `model` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def warn_if_compiled(function: str, model: nn.Module) -> None:
+    """Say aloud that a compiled model may ignore hooks which are installed now."""
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules()):
+        warnings.warn(
+            f"{function}: this model is compiled; once it has run, hooks installed after compiling are ignored, "
+            "and nothing will be seen. Install them before torch.compile, or run under "
+            "torch.compiler.set_stance('force_eager').",
+            stacklevel=4,
+        )
+
+
+def _check(function: str, model: Any, patterns: tuple) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: expected a module, found {type(model).__name__}")
+    if not patterns:
+        raise ValueError(
+            f"{function}: no pattern was given; name layers, for example {function}(model, 'layer4'), "
+            "give a class such as nn.Conv2d, or '**' for every layer"
+        )
+    for pattern in patterns:
+        if isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
+            continue
+        hint = ""
+        if isinstance(pattern, list | tuple | set | dict):
+            hint = f"; write {function}(model, *names)"
+        elif isinstance(pattern, nn.Module):
+            own = [
+                repr(name) for name, layer in model.named_modules(remove_duplicate=False) if layer is pattern
+            ]
+            hint = f"; here its name is {own[0]}" if own else "; it is not part of this model"
+        elif isinstance(pattern, type):
+            hint = f"; the class {pattern.__name__} is no nn.Module"
+        raise TypeError(
+            f"{function}: expected names, patterns or Module classes, found {type(pattern).__name__}{hint}"
+        )
+
+
+def _matching(function: str, layers: dict[str, nn.Module], pattern: str | type) -> Iterator[str]:
+    if not isinstance(pattern, str):
+        return (name for name, layer in layers.items() if isinstance(layer, pattern))
+    if pattern in layers:
+        return iter([pattern])
+    matches = re.compile(_regex(pattern)).fullmatch
+    return (name for name in layers if name and matches(name))
+
+
+def _regex(pattern: str) -> str:
+    """`*` is any text without a dot; `**` any text; `**.` any number of levels, also none."""
+    meaning = {"**.": r"(?:.*\.)?", "**": ".*", "*": "[^.]*"}
+    return "".join(meaning.get(part) or re.escape(part) for part in re.split(r"(\*\*\.|\*\*|\*)", pattern))
+
+
+def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
+    if isinstance(pattern, str):
+        names = [name for name in layers if name]
+        close = get_close_matches(pattern, names) or get_close_matches(pattern.rpartition(".")[2], names)
+        return ", ".join(close or names[:3]) or "nothing: the model has no layers inside"
+    classes = list(dict.fromkeys(type(layer).__name__ for layer in layers.values()))
+    return ", ".join(get_close_matches(pattern.__name__, classes) or classes[:3])
+
+
+def _has_forward(layer: nn.Module) -> bool:
+    return type(layer).forward is not nn.Module.forward or "forward" in layer.__dict__
+
+
+def _never_called(function: str, name: str, layer: nn.Module) -> str:
+    inside = f"'{name}.*'" if name else "'*'"
+    return (
+        f"{function}: {name!r} is a {type(layer).__name__}, which has no forward and is never called; "
+        f"take what is inside: {inside}"
+    )

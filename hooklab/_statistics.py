@@ -1,0 +1,215 @@
+"""Statistics of tensors that stream by: no tensor is kept, and a GPU is never waited for until one reads."""
+
+import math
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Running", "Statistics"]
+
+STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
+CHUNK = 32_768  # numbers that stay in a core's cache while they are counted
+GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
+PENDING = 256  # results that wait on a GPU before they are added up
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_ROWS = 512  # of the history: after that two rows become one
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What has been counted of one layer.
+
+    Attributes:
+        calls: the tensors that were counted.
+        count: their entries, NaN and infinite ones included.
+        mean, std, min, max: of the finite entries, computed in float64; `std` as `torch.std`. NaN without any.
+        zeros: the share of entries that are exactly 0, from 0 to 1.
+        nans, infs: how many entries are NaN, how many infinite.
+        histogram: how many entries fell into each bin, or None without bins; `below` and `above` the rest.
+        history: one histogram for each call, oldest first, int64 of shape (rows, bins); in a long run one row
+            for several calls. None without bins.
+        range: what the bins cover.
+    """
+
+    calls: int
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    zeros: float
+    nans: int
+    infs: int
+    histogram: list[int] | None = None
+    below: int = 0
+    above: int = 0
+    history: Tensor | None = None
+    range: tuple[float, float] | None = None
+
+
+class Running:
+    """Figures that grow with every tensor given to `add`."""
+
+    def __init__(self, bins: int, range: tuple[float, float]):
+        self.calls = 0
+        self._bins, self._range = bins, range
+        self._lock = threading.Lock()  # replicas on several GPUs add from several threads
+        self._count = 0
+        self._staged: list[Tensor] = []
+        self._staged_count = 0
+        self._shift: Tensor | None = None
+        self._sums = [0.0] * 6  # finite entries, sum and squares of (entry - shift), zeros, NaNs, infinities
+        self._min, self._max = math.inf, -math.inf
+        self._pending: list[Tensor] = []
+        self._rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
+        self._calls_per_row, self._row_calls = 1, 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
+        tensor = _plain(tensor.detach())
+        with self._lock:
+            self.calls += 1
+            self._count += tensor.numel()
+            if tensor.numel() == 0 or tensor.device.type == "meta":
+                return
+            if self._bins:
+                self._add_to_histogram(tensor)
+            if tensor.numel() >= STAGED:
+                self._measure(tensor)
+                return
+            self._staged.append(tensor.clone())
+            self._staged_count += tensor.numel()
+            if self._staged_count >= STAGED:
+                self._unstage()
+
+    def read(self) -> Statistics:
+        """The figures so far; on a GPU this waits for it."""
+        with self._lock:
+            self._unstage()
+            self._fold()
+            finite, total, squares, zeros, nans, infs = self._sums
+            mean = std = math.nan
+            if finite:
+                shift = self._shift.item()
+                mean = shift + total / finite
+                spread = max(squares - total * total / finite, 0.0)
+                std = math.sqrt(spread / (finite - 1)) if finite > 1 else math.nan
+            low, high = (self._min, self._max) if finite else (math.nan, math.nan)
+            zeros = zeros / self._count if finite or nans or infs else math.nan
+            return Statistics(
+                self.calls,
+                self._count,
+                mean,
+                std,
+                low,
+                high,
+                zeros,
+                int(nans),
+                int(infs),
+                **self._histogram(),
+            )
+
+    # ---- the figures ----
+
+    def _unstage(self) -> None:
+        if self._staged:
+            flat = [tensor.flatten() for tensor in self._staged]
+            self._staged, self._staged_count = [], 0
+            self._measure(
+                flat[0] if len(flat) == 1 else torch.cat([part.to(flat[0].device) for part in flat])
+            )
+
+    def _measure(self, tensor: Tensor) -> None:
+        wide = torch.float32 if tensor.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        if self._shift is None:  # near the mean, so that the squares cancel nothing
+            self._shift = tensor.flatten()[0].nan_to_num(0.0, 0.0, 0.0).to(wide)
+        shift = self._shift.to(tensor.device)
+        on_cpu = tensor.device.type == "cpu"
+        for part in tensor.flatten().split(CHUNK if on_cpu else GPU_CHUNK):
+            if not on_cpu:
+                self._pending.append(torch.stack(_careful(part, shift, wide)))
+                if len(self._pending) >= PENDING:
+                    self._fold()
+                continue
+            figures = _fast(part, shift)
+            if not math.isfinite(figures[2]):
+                figures = [figure.item() for figure in _careful(part, shift, wide)]
+            self._add(figures)
+
+    def _fold(self) -> None:
+        if self._pending:
+            # Doubles hold whole numbers up to 2 ** 53 exactly.
+            results, self._pending = [result.cpu().double() for result in self._pending], []
+            for figures in torch.stack(results).tolist():
+                self._add(figures)
+
+    def _add(self, figures: list[float]) -> None:
+        self._sums = [old + new for old, new in zip(self._sums, figures, strict=False)]
+        self._min = min(self._min, figures[6])
+        self._max = max(self._max, figures[7])
+
+    # ---- the histogram ----
+
+    def _add_to_histogram(self, tensor: Tensor) -> None:
+        flat = tensor.flatten()
+        flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+        low, high = self._range
+        inside = torch.histc(flat, self._bins, low, high)
+        row = torch.cat([(flat < low).sum()[None], inside, (flat > high).sum()[None]]).to(torch.int64)
+        if self._row_calls:
+            self._rows[-1] = self._rows[-1] + row.to(self._rows[-1].device)
+        else:
+            self._rows.append(row)
+        self._row_calls = (self._row_calls + 1) % self._calls_per_row
+        if len(self._rows) == MAX_ROWS and not self._row_calls:
+            pairs = zip(self._rows[::2], self._rows[1::2], strict=True)
+            self._rows = [first + second.to(first.device) for first, second in pairs]
+            self._calls_per_row *= 2
+
+    def _histogram(self) -> dict:
+        if not self._bins:
+            return {}
+        rows = [row.cpu() for row in self._rows] or [torch.zeros(self._bins + 2, dtype=torch.int64)]
+        history = torch.stack(rows)
+        below, *counts, above = history.sum(0).tolist()
+        history = history[: len(self._rows), 1:-1]
+        return {"histogram": counts, "below": below, "above": above, "history": history, "range": self._range}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Numbers that can be compared: the stored entries of a nested tensor, the absolute values of a complex one."""
+    if tensor.is_nested:
+        tensor = tensor.values()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    if tensor.dtype is torch.bool or (tensor.is_floating_point() and tensor.dtype not in FLOATS):
+        tensor = tensor.float()
+    return tensor
+
+
+def _fast(part: Tensor, shift: Tensor) -> list[float]:
+    """The figures of a part without NaN and infinities; with them the third one is not finite."""
+    wide = part.to(torch.float64, copy=True).sub_(shift)
+    low, high = torch.aminmax(part)
+    # Written as floats and then added: many times faster than count_nonzero where there are zeros.
+    zeros = torch.eq(part, 0, out=torch.empty(part.shape, dtype=torch.float32)).sum()
+    total, squares = wide.sum(), wide.dot(wide)
+    return [part.numel(), total.item(), squares.item(), zeros.item(), 0, 0, low.item(), high.item()]
+
+
+def _careful(part: Tensor, shift: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The same figures as tensors on the same device, of the finite entries alone."""
+    finite = part.isfinite()
+    wide = torch.where(finite, part.to(dtype), shift) - shift
+    inside = part.to(dtype)
+    figures = [
+        finite.sum(), wide.sum(), wide.dot(wide), (part == 0).sum(), part.isnan().sum(), part.isinf().sum(),
+        torch.where(finite, inside, math.inf).min(), torch.where(finite, inside, -math.inf).max(),
+    ]  # fmt: skip
+    return [figure.to(dtype) for figure in figures]

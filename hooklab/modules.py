@@ -1,0 +1,269 @@
+"""Part 2 of the course: find the layers of a model, watch them run, keep what they return."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hooklab import _refuse
+from hooklab._features import Features
+from hooklab._installed import Installed
+from hooklab._layer_statistics import LayerStatistics
+from hooklab._select import callable_layers, chosen, down_to
+from hooklab._verbose import Verbose
+
+__all__ = ["clip_gradients", "features", "layer_statistics", "select", "verbose", "with_grad"]
+
+
+def select(model: nn.Module, *patterns: str | type[nn.Module]) -> dict[str, nn.Module]:
+    """The layers of a model by name, by pattern or by class.
+
+    Args:
+        model: any module; of a compiled one the layers inside are meant.
+        *patterns: exact names (`"layer1.0.conv1"`; `""` is the model itself); patterns in which `*` stands
+            for text without a dot and `**` for any text, also across dots (`"layer*.0.conv1"`, `"**.relu"`);
+            Module classes (`nn.Conv2d`, subclasses included).
+
+    Returns:
+        The modules by name: in the order of the patterns, for each in the order of the model, every name
+        once. A module with several names is there under each of them.
+
+    Raises:
+        KeyError: a pattern matches nothing; the message gives the closest names.
+        TypeError: `model` is no module, or a pattern is none of the three.
+        ValueError: no pattern was given.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> list(select(model, nn.Linear)), list(select(model, "1"))
+        (['0', '2'], ['1'])
+
+    Source: [`nn.Module.named_modules`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.named_modules).
+    """
+    return chosen("select", model, patterns)
+
+
+def verbose(
+    model: nn.Module,
+    *patterns: str | type[nn.Module],
+    depth: int = 1,
+    write: Callable[[str], object] = print,
+) -> Verbose:
+    """One line for each layer that finishes, while the forward runs; where it fails, the last line says so.
+
+    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again.
+
+    Args:
+        model: the module to watch. Nothing in it changes; for running statistics call `model.eval()` yourself.
+        *patterns: which layers, as in `select`. Without any, those down to `depth`.
+        depth: 1 for the layers directly in the model, 2 for those inside them too, and so on; 0 for the model
+            as a whole. Not used with patterns.
+        write: called with each line; `lines.append` collects them.
+
+    Returns:
+        An object with `.remove()`. A line holds the name, the type and the shapes of the output (of nested
+        tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
+        two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
+        that failed, the shapes it was given and the error. Recomputation under checkpointing is not written.
+
+    Raises:
+        KeyError, TypeError, ValueError: as `select`; `depth` is no whole number, or negative; `write` cannot
+            be called. No hook is installed then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+        >>> with verbose(model):
+        ...     _ = model(torch.ones(2, 4))
+        0  Linear  [2, 3]
+        1  ReLU    [2, 3]
+
+    Source: built on [`Module.register_forward_hook`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook)
+    with `always_call=True`.
+    """
+    depth = _refuse.count("verbose", "depth", depth)
+    _refuse.not_callable("verbose", "write", write, "print, or lines.append of a list")
+    if not patterns:
+        _refuse.no_module("verbose", model)
+        patterns = down_to(depth, model)
+    return Verbose(model, callable_layers("verbose", model, patterns), write)
+
+
+def features(
+    model: nn.Module,
+    *patterns: str | type[nn.Module],
+    keep: Callable[[Tensor], Any] = torch.Tensor.detach,
+) -> Features:
+    """The outputs of layers in the middle of a model, by name.
+
+    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again; what was kept stays.
+
+    Args:
+        model: the module to run.
+        *patterns: which layers, as in `select`. Containers that are never called (`nn.ModuleList`) are left out.
+        keep: what to keep of each output tensor, any shape, dtype and device. By default the tensor without its
+            graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
+            graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
+            dicts and dataclasses it is applied to each tensor; objects of other classes are kept as they are.
+
+    Returns:
+        A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
+        of all of the last forward (a layer may be called several times). A new forward of the model begins anew;
+        recomputation under checkpointing is not counted. `f.run(*args, **kwargs)` runs the model, stops it
+        as soon as every layer has been called once, and returns `f`. Under `nn.DataParallel` give the wrapper.
+
+    Raises:
+        KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
+            last forward did not call.
+        TypeError: `model` is no module, a pattern is no name or class, or `keep` cannot be called.
+        ValueError: no pattern, or a layer that has no forward.
+        RuntimeError: on reading a feature that a later layer has overwritten in place; found through
+            the version counter, which inference tensors lack: they are not checked.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> with features(model, "1") as f:
+        ...     _ = f.run(torch.zeros(2, 4))
+        >>> f["1"].shape
+        torch.Size([2, 3])
+
+    Source: built on [`Module.register_forward_hook`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook).
+    """
+    _refuse.not_callable("features", "keep", keep, "torch.Tensor.detach")
+    return Features(model, callable_layers("features", model, patterns), keep)
+
+
+def with_grad(tensor: Tensor) -> Tensor:
+    """For `keep`: the output without its graph, whose `.grad` becomes the gradient of the last backward.
+
+    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook, and right where the
+    next layer works in place. An output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of
+    its own: read that one; nothing is hooked here.
+
+    Args:
+        tensor: any shape, dtype and device.
+
+    Returns:
+        A detached tensor in the same memory. Its `.grad`, None until a gradient arrives, has the same shape; a second
+        backward replaces it.
+
+    Raises:
+        TypeError: `tensor` is not a tensor; give the function itself, `keep=with_grad`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+        >>> with features(model, "0", keep=with_grad) as f:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> f["0"].grad.shape
+        torch.Size([2, 3])
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"
+        )
+    kept = tensor.detach()
+    if tensor.grad_fn is not None:
+
+        def arrived(grad: Tensor | None) -> None:
+            if grad is not None:
+                kept.grad = grad.detach()
+
+        tensor.register_hook(arrived)
+    return kept
+
+
+def layer_statistics(
+    model: nn.Module,
+    *patterns: str | type[nn.Module],
+    of: Literal["output", "grad_output"] = "output",
+    bins: int = 0,
+    range: tuple[float, float] = (-10, 10),
+) -> LayerStatistics:
+    """Mean, spread, extremes, zeros and NaNs of what layers return, over any number of steps.
+
+    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again; the figures stay.
+    No tensor is kept (at most 8,192 numbers of a layer wait to be counted together), and a GPU is
+    not waited for until the figures are read.
+
+    Args:
+        model: the module to run.
+        *patterns: which layers, as in `select`; `"**"` for all of them.
+        of: `"output"`, or `"grad_output"` for the gradient with respect to the output, taken by a tensor hook
+            on it (right beside in-place layers, and cheaper than a full backward hook).
+        bins: the number of bins of a histogram for each call; 0 for none.
+        range: what the bins cover, as `torch.histc` counts; entries below and above are counted apart.
+
+    Returns:
+        A read-only mapping. `s["layer4"]` has `.calls`, `.count`, `.mean`, `.std`, `.min`, `.max`, `.zeros`
+        (the share of exact zeros), `.nans`, `.infs`, and with bins `.histogram`, `.below`, `.above` and
+        `.history` (calls, bins). Mean, std, min and max are those of the finite entries, as
+        torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of nested outputs every
+        tensor is counted, of complex ones the absolute value; meta tensors have no figures but `.calls` and
+        `.count`. Recomputation under checkpointing is not counted.
+
+    Raises:
+        KeyError: a pattern matches nothing. On reading: a name that was not asked for, or nothing counted yet.
+        TypeError: `model` is no module, a pattern is no name or class, `bins` or `range` hold no numbers.
+        ValueError: no pattern, a layer without a forward, `of` misspelt, negative `bins`, an empty `range`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+        >>> with layer_statistics(model, nn.ReLU) as stats:
+        ...     _ = model(torch.zeros(2, 4)), model(torch.ones(5, 4))
+        >>> stats["1"].calls, stats["1"].count
+        (2, 21)
+
+    Source: [`torch.std`](https://docs.pytorch.org/docs/stable/generated/torch.std.html),
+    [`torch.histc`](https://docs.pytorch.org/docs/stable/generated/torch.histc.html).
+    """
+    _refuse.no_choice("layer_statistics", "of", of, ("output", "grad_output"))
+    bins = _refuse.count("layer_statistics", "bins", bins)
+    range = _refuse.interval("layer_statistics", "range", range)
+    return LayerStatistics(callable_layers("layer_statistics", model, patterns), of, bins, range)
+
+
+def clip_gradients(model: nn.Module, min: float | None = None, max: float | None = None) -> Installed:
+    """Move every entry of every parameter's gradient into [min, max], in every backward.
+
+    A tensor hook on each parameter that requires a gradient now. It clips what one backward brings, before it is
+    added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum afterwards.
+
+    Args:
+        model: the module whose parameters are hooked.
+        min: the lower bound, or None for none.
+        max: the upper bound, or None for none.
+
+    Returns:
+        An object with `.remove()`, also for `with`. NaN entries stay NaN; sparse gradients are refused by
+        `torch.clamp` when they arrive.
+
+    Raises:
+        TypeError: `model` is no module, a bound is no real number, or both are missing.
+        ValueError: `min` > `max`, a bound is NaN, or no parameter requires a gradient.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> with clip_gradients(model, -1, 1):
+        ...     model(torch.tensor([[5.0, -0.5]])).sum().backward()
+        >>> model.weight.grad
+        tensor([[ 1.0000, -0.5000]])
+
+    Source: [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html),
+    [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
+    """
+    _refuse.no_module("clip_gradients", model)
+    bounds = _refuse.bounds("clip_gradients", min, max)
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        found = "no parameter" if next(model.parameters(), None) is None else "only frozen parameters"
+        raise ValueError(
+            f"clip_gradients: found {found} in this {type(model).__name__}, so there is no gradient to clip; "
+            "call requires_grad_() on what should train, before clip_gradients"
+        )
+
+    def clip_hook(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad.clamp(**bounds)
+
+    clipped = Installed()
+    clipped._handles += [param.register_hook(clip_hook) for param in params]
+    return clipped
