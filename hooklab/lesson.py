@@ -17,7 +17,7 @@ import torch
 from hooklab import _graphviz
 from hooklab._message import Message
 
-__all__ = ["check_environment", "start"]
+__all__ = ["cached_weights", "check_environment", "start"]
 
 OLDEST_TORCH = (2, 11)
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +57,27 @@ def check_environment() -> Message:
     return Message(
         "wrong", f"还差 {len(problems)} 项：\n{zh}", f"To be mended: {len(problems)}.\n{en}", "environment"
     )
+
+
+def cached_weights(weights: Any) -> dict[str, torch.Tensor] | None:
+    """The state dict of pretrained torchvision weights if this machine already has the file, else None.
+
+    Nothing is ever downloaded. `ResNet18_Weights.DEFAULT.get_state_dict()` fetches the file once.
+
+    Args:
+        weights: a member of a torchvision weights enum, such as `torchvision.models.ResNet18_Weights.DEFAULT`.
+
+    Raises:
+        TypeError: `weights` has no address of a file.
+    """
+    url = getattr(weights, "url", None)
+    if not isinstance(url, str):
+        raise TypeError(
+            f"cached_weights: expected a member of a torchvision weights enum, such as ResNet18_Weights.DEFAULT, "
+            f"found {type(weights).__name__}"
+        )
+    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
+    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
 
 
 def _old_torch() -> tuple[str, str] | None:

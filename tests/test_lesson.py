@@ -183,3 +183,20 @@ def test_an_error_shows_the_lines_of_the_cells_and_tb_shows_all():
     assert "_tensor.py" not in short
     assert "_tensor.py" in whole
     assert "1 +\n       ^\nSyntaxError" in syntax
+
+
+# ---- pretrained weights ----
+
+
+def test_weights_are_taken_from_the_cache_and_never_downloaded(tmp_path, monkeypatch):
+    from torchvision.models import ResNet18_Weights
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *args: pytest.fail("a download"))
+    assert lesson.cached_weights(ResNet18_Weights.DEFAULT) is None
+    (tmp_path / "checkpoints").mkdir()
+    name = ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    torch.save({"weight": torch.ones(2)}, tmp_path / "checkpoints" / name)
+    assert torch.equal(lesson.cached_weights(ResNet18_Weights.DEFAULT)["weight"], torch.ones(2))
+    with pytest.raises(TypeError, match="weights enum"):
+        lesson.cached_weights("resnet18")
