@@ -129,7 +129,7 @@ class Features(Installed, Mapping[str, Any]):
         if recomputing():
             return
         with self._lock:
-            thread = threading.get_ident()
+            thread = _thread()
             if thread in self._running and not _called_by_itself(module):
                 self._running.remove(thread)  # a forward that was interrupted from the keyboard
             if not self._running:
@@ -139,7 +139,7 @@ class Features(Installed, Mapping[str, Any]):
             self._running.append(thread)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        thread = threading.get_ident()
+        thread = _thread()
         with self._lock:
             if not recomputing() and thread in self._running:
                 self._running.remove(thread)
@@ -196,6 +196,11 @@ def _versions(kept: Any) -> Any:
         except RuntimeError:  # an inference tensor has none
             return None
     return [_versions(tensor) for tensor in tensors_in(kept)]
+
+
+def _thread() -> int:
+    # Under torch.compile the first answer: the tracer knows no get_ident, and would warn.
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _called_by_itself(module: nn.Module) -> bool:

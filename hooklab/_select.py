@@ -80,7 +80,7 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
     for pattern in patterns:
         if isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
             continue
-        hint = ""
+        found, hint = type(pattern).__name__, ""
         if isinstance(pattern, list | tuple | set | dict):
             hint = f"; write {function}(model, *names)"
         elif isinstance(pattern, nn.Module):
@@ -89,9 +89,9 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
             ]
             hint = f"; here its name is {own[0]}" if own else "; it is not part of this model"
         elif isinstance(pattern, type):
-            hint = f"; the class {pattern.__name__} is no nn.Module"
+            found, hint = f"the class {pattern.__name__}", ", which is no nn.Module"
         raise TypeError(
-            f"{function}: expected names, patterns or Module classes, found {type(pattern).__name__}{hint}"
+            f"{function}: expected names, patterns or Module classes, found {found}{hint}"
         )
 
 

@@ -1,0 +1,90 @@
+"""Small models with outputs of every kind, for the tests of module hooks."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Result:
+    logits: Tensor
+    hidden: list
+    note: str = "words"
+
+
+class Returns(nn.Module):
+    """Returns what `build` makes of its input."""
+
+    def __init__(self, build):
+        super().__init__()
+        self.build = build
+
+    def forward(self, x):
+        return self.build(x)
+
+
+# What a layer may return, and its shapes as text for an input of shape (2, 3).
+NESTED = {
+    "tensor": (lambda x: x * 2, "[2, 3]"),
+    "tuple": (lambda x: (x * 2, x + 1), "([2, 3], [2, 3])"),
+    "one": (lambda x: (x * 2,), "([2, 3],)"),
+    "list": (lambda x: [x * 2, [x.sum()]], "[[2, 3], [[]]]"),
+    "dict": (lambda x: {"out": x * 2, "aux": {"low": x[0]}}, "{'out': [2, 3], 'aux': {'low': [3]}}"),
+    "ordered": (lambda x: OrderedDict(b=x * 2, a=x.sum()), "{'b': [2, 3], 'a': []}"),
+    "named": (lambda x: Pair(x * 2, (x, None)), "Pair(left=[2, 3], right=([2, 3], None))"),
+    "torch.max": (lambda x: x.max(dim=1), "([2], [2])"),
+    "dataclass": (lambda x: Result(x * 2, [x.sum(0)]), "Result(logits=[2, 3], hidden=[[3]], note='words')"),
+    "mixed": (lambda x: (x * 2, 7, "text", None, object()), "([2, 3], 7, 'text', None, object)"),
+    "none": (lambda x: None, "None"),
+}
+
+
+class Twice(nn.Module):
+    """Calls one layer twice in a forward; `again` is another name of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Linear(3, 3)
+        self.again = self.step
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x, times=2):
+        for _ in range(times):
+            x = self.step(x)
+        return self.last(x)
+
+
+def mlp(*widths: int, inplace: bool = False) -> nn.Sequential:
+    layers = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU(inplace=inplace)]
+    return nn.Sequential(*layers[:-1])
+
+
+def state_of(model: nn.Module) -> list:
+    """All that a hook could leave behind or change: `__dict__`s, training flags, parameters, buffers."""
+
+    def snapshot(value):
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        return {key: snapshot(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    return [(name, module.training, snapshot(vars(module))) for name, module in model.named_modules()]
+
+
+def same_state(before: list, after: list) -> bool:
+    def same(one, other):
+        if isinstance(one, Tensor):
+            return torch.equal(one, other)
+        if isinstance(one, dict):
+            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return one is other or one == other
+
+    return len(before) == len(after) and all(
+        one[:2] == other[:2] and same(one[2], other[2]) for one, other in zip(before, after, strict=True)
+    )

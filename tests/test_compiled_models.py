@@ -1,0 +1,82 @@
+"""Module hooks and torch.compile: what is installed before compiling is seen, what comes after is announced.
+
+The eager backend: the tracing is that of every backend, without the time that generating code takes.
+"""
+
+import pytest
+import torch
+from models import mlp
+
+from hooklab import features, layer_statistics, verbose
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return mlp(4, 5, 2)
+
+
+@pytest.fixture
+def x():
+    return torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def test_features_asked_for_before_compiling_are_seen(model, x):
+    expected = model[:2](x)
+    with features(model, "1") as f:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(3):
+            compiled(x)
+        assert len(f.calls["1"]) == 1
+    assert torch.allclose(f["1"], expected)
+
+
+def test_after_the_block_a_compiled_model_records_nothing_more(model, x):
+    with features(model, "1") as f, layer_statistics(model, "1") as stats:
+        compiled = torch.compile(model, backend="eager")
+        compiled(x)
+    compiled(x + 1)
+    assert torch.allclose(f["1"], model[:2](x))
+    assert stats["1"].calls == 1
+
+
+def test_statistics_asked_for_before_compiling_are_counted(model, x):
+    with layer_statistics(model, "*") as stats, layer_statistics(model, "*", of="grad_output") as grads:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            compiled(x).sum().backward()
+    assert [figures.calls for figures in stats.values()] == [2, 2, 2]
+    assert stats["1"].mean == pytest.approx(model[:2](x).double().mean().item())
+    assert [figures.calls for figures in grads.values()] == [2, 2, 2]
+
+
+def test_lines_asked_for_before_compiling_are_written(model, x):
+    lines = []
+    with verbose(model, write=lines.append):
+        torch.compile(model, backend="eager")(x)
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "a part"])
+def test_what_comes_after_compiling_is_announced(model, how):
+    if how == "torch.compile":
+        compiled = torch.compile(model, backend="eager")
+    elif how == "a part":
+        model[0] = torch.compile(model[0], backend="eager")
+        compiled = model
+    else:
+        model.compile(backend="eager")
+        compiled = model
+    for call in (features, layer_statistics, verbose):
+        with pytest.warns(
+            UserWarning, match=f"{call.__name__}: this model is compiled.*before torch.compile"
+        ) as caught:
+            call(compiled, "1").remove()
+        assert caught[0].filename == __file__

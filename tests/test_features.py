@@ -1,0 +1,527 @@
+"""features: the outputs of layers, and nothing but them."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from models import NESTED, Returns, Twice, mlp, same_state, state_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hooklab import features, hooks_on, no_leftovers, verbose, with_grad
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return mlp(4, 5, 6, 2)
+
+
+@pytest.fixture
+def x():
+    return torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def by_hand(model, name, x):
+    """The output of one layer, cloned by a hook written here."""
+    kept = []
+    with model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: kept.append(output.clone())
+    ):
+        model(x)
+    return kept
+
+
+# ---- what is kept ----
+
+
+def test_a_feature_is_the_output_of_its_layer(model, x):
+    with features(model, "1", "2") as f:
+        model(x)
+    for name in ("1", "2"):
+        assert torch.equal(f[name], by_hand(model, name, x)[0])
+
+
+def test_the_mapping_holds_the_layers_that_were_called(model, x):
+    with features(model, "1", "*") as f:
+        assert list(f) == []
+        assert "1" not in f
+        model(x)
+        assert list(f) == ["1", "0", "2", "3", "4"]
+        assert len(f) == 5
+        assert repr(f) == "Features(outputs of 1: 1, 0: 1, 2: 1, 3: 1, 4: 1)"
+
+
+def test_no_graph_is_kept_alive_unless_keep_asks_for_it(model, x):
+    with features(model, "1") as f:
+        assert not graph_is_alive(model, x)
+        assert f["1"].grad_fn is None
+    with features(model, "4", keep=lambda tensor: tensor) as f:
+        assert graph_is_alive(model, x)
+        assert f["4"].grad_fn is not None
+
+
+def graph_is_alive(model, x):
+    """True if something still holds the graph of a forward whose result has been dropped."""
+
+    def look(grad):
+        """A hook in the middle of the graph lives as long as the graph does."""
+
+    def hang(module, args, output):
+        output.register_hook(look)
+
+    with model[2].register_forward_hook(hang):
+        model(x)
+    there = weakref.ref(look)
+    look = hang = None
+    gc.collect()
+    return there() is not None
+
+
+def test_keep_is_applied_to_each_tensor():
+    for name, (build, _) in NESTED.items():
+        model, x = Returns(build), torch.arange(6.0).reshape(2, 3).requires_grad_()
+        with features(model, "", keep=lambda tensor: tensor.detach().clone()) as f:
+            expected = model(x)
+        assert_same_structure(f[""], expected, name)
+
+
+def assert_same_structure(kept, expected, name):
+    assert type(kept) is type(expected), name
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(kept, expected)
+        assert not kept.requires_grad
+    elif isinstance(expected, dict):
+        assert list(kept) == list(expected)
+        for key in expected:
+            assert_same_structure(kept[key], expected[key], name)
+    elif isinstance(expected, list | tuple):
+        assert kept is not expected
+        for one, other in zip(kept, expected, strict=True):
+            assert_same_structure(one, other, name)
+    elif hasattr(expected, "__dataclass_fields__"):
+        for field in expected.__dataclass_fields__:
+            assert_same_structure(getattr(kept, field), getattr(expected, field), name)
+    else:
+        assert kept is expected
+
+
+def test_keep_may_return_anything(model, x):
+    with features(model, "1", keep=lambda tensor: tuple(tensor.shape)) as f:
+        model(x)
+    assert f["1"] == (3, 5)
+
+
+def test_what_keep_raises_reaches_the_user_with_the_name_of_the_layer(model, x):
+    with (
+        no_leftovers(model),
+        pytest.raises(ZeroDivisionError) as raised,
+        features(model, "2", keep=lambda t: 1 / 0),
+    ):
+        model(x)
+    assert raised.value.__notes__ == ["hooklab.features: raised by keep, on the output of '2'"]
+
+
+def test_packed_sequences_and_recurrent_layers_keep_their_structure():
+    lstm, x = nn.LSTM(3, 4), torch.randn(5, 2, 3)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    with features(lstm, "") as f:
+        expected, (h, c) = lstm(packed)
+        output, (kept_h, kept_c) = f[""]
+    assert isinstance(output, nn.utils.rnn.PackedSequence)
+    assert torch.equal(output.data, expected.data)
+    assert torch.equal(kept_h, h)
+    assert torch.equal(kept_c, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_are_kept(x, dtype):
+    model = mlp(4, 3, 2).to(dtype)
+    with features(model, "0") as f:
+        model(x.to(dtype))
+    assert f["0"].dtype == dtype
+
+
+def test_meta_tensors_are_kept():
+    model = mlp(4, 3, 2).to("meta")
+    with features(model, "0") as f:
+        model(torch.ones(7, 4, device="meta"))
+    assert f["0"].is_meta
+    assert f["0"].shape == (7, 3)
+
+
+# ---- calls ----
+
+
+def test_each_call_of_one_forward_is_kept():
+    model, x = Twice(), torch.randn(2, 3)
+    with features(model, "step", "last") as f:
+        model(x, times=3)
+        assert len(f.calls["step"]) == 3
+    hidden = x
+    for kept in f.calls["step"]:
+        hidden = torch.nn.functional.linear(hidden, model.step.weight, model.step.bias)
+        assert torch.equal(kept, hidden)
+    assert f["step"] is f.calls["step"][-1]
+
+
+def test_a_shared_module_answers_to_both_names():
+    model = Twice()
+    with features(model, "step", "again") as f:
+        model(torch.randn(2, 3))
+    assert f["step"] is f["again"]
+    assert len(f.calls["again"]) == 2
+
+
+def test_a_new_forward_begins_anew(model, x):
+    with features(model, "1") as f:
+        model(x)
+        first = f["1"]
+        model(x + 1)
+        assert len(f.calls["1"]) == 1
+        assert not torch.equal(f["1"], first)
+
+
+def test_a_layer_that_the_last_forward_skipped_has_no_stale_value():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, use_b):
+            return self.b(x) if use_b else self.a(x)
+
+    model, x = Sometimes(), torch.randn(2, 3)
+    with features(model, "a", "b") as f:
+        model(x, True)
+        model(x, False)
+        assert list(f) == ["a"]
+        with pytest.raises(KeyError, match="the last forward did not call 'b'"):
+            f["b"]
+
+
+def test_a_layer_called_by_itself_is_a_forward_of_its_own(model, x):
+    with features(model, "0", "1") as f:
+        model(x)
+        for _ in range(3):
+            model[0](x)
+        assert len(f.calls["0"]) == 1
+        assert len(f.calls["1"]) == 1  # the rest of the last forward stays
+
+
+def test_a_model_that_calls_itself_keeps_all_calls():
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = nn.Linear(2, 2)
+
+        def forward(self, tree):
+            return sum(map(self, tree)) if isinstance(tree, list) else self.leaf(tree)
+
+    model, leaf = Tree(), torch.ones(2)
+    with features(model, "leaf") as f:
+        model([leaf, [leaf, leaf], leaf])
+    assert len(f.calls["leaf"]) == 4
+
+
+def test_a_forward_interrupted_from_the_keyboard_does_not_spoil_the_next(model, x):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with features(model, "1") as f:
+        with model[2].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(x)
+        model(x)
+        assert len(f.calls["1"]) == 1
+
+
+def test_a_forward_that_fails_keeps_what_came_before(model, x):
+    model[4] = nn.Linear(99, 2)
+    with (
+        no_leftovers(model),
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+        features(model, "*") as f,
+    ):
+        model(x)
+    assert list(f) == ["0", "1", "2", "3"]
+
+
+def test_recomputation_under_checkpointing_is_not_counted(x):
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.block, self.reentrant = mlp(4, 4, 4), reentrant
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+    for reentrant in (False, True):
+        model = Checkpointed(reentrant)
+        with features(model, "**") as f:
+            model(x.clone().requires_grad_()).sum().backward()
+        assert [len(f.calls[name]) for name in f] == [1, 1, 1, 1]
+
+
+def test_threads_that_run_at_the_same_time_are_all_kept():
+    model, gate = Returns(lambda x: x), threading.Barrier(4)
+    model.layer = nn.Linear(1, 1)
+
+    def forward(x):
+        gate.wait()
+        result = model.layer(x)
+        gate.wait()
+        return result
+
+    model.build = forward
+    with features(model, "layer") as f:
+        threads = [threading.Thread(target=model, args=(torch.full((1, 1), float(i)),)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        kept = sorted(output.item() for output in f.calls["layer"])
+    assert kept == sorted(model.layer(torch.full((1, 1), float(i))).item() for i in range(4))
+
+
+# ---- overwritten in place ----
+
+
+def test_features_refuse_a_value_overwritten_in_place():
+    model, x = mlp(4, 5, 2, inplace=True), torch.randn(3, 4)
+    with features(model, "0", "1") as f:
+        model(x)
+    assert (f["1"] >= 0).all()
+    for read in (lambda: f["0"], lambda: f.calls["0"], lambda: dict(f)):
+        with pytest.raises(
+            RuntimeError, match=r"output of '0' has been overwritten.*keep=lambda t: t.detach\(\).clone\(\)"
+        ):
+            read()
+    assert "0" in f
+
+
+def test_a_copy_is_safe_from_in_place_layers():
+    model, x = mlp(4, 5, 2, inplace=True), torch.randn(3, 4)
+    with features(model, "0", keep=lambda t: t.detach().clone()) as f:
+        model(x)
+    assert torch.equal(f["0"], model[0](x))
+
+
+def test_overwriting_is_found_inside_nested_outputs():
+    model = nn.Sequential(Returns(lambda x: {"a": [x * 2]}), Returns(lambda out: out["a"][0].add_(1)))
+    with features(model, "0") as f:
+        model(torch.ones(2))
+    with pytest.raises(RuntimeError, match="overwritten in place"):
+        f["0"]
+
+
+def test_inference_tensors_have_no_version_and_are_not_checked():
+    model = mlp(4, 5, 2, inplace=True)
+    with torch.inference_mode(), features(model, "0") as f:
+        model(torch.randn(3, 4))
+    assert (f["0"] >= 0).all()  # the ReLU's output: documented
+
+
+# ---- run ----
+
+
+def test_run_ends_the_forward_as_soon_as_nothing_is_missing(model, x):
+    for names in (("1", "2"), ("2", "1")):
+        lines = []
+        with verbose(model, write=lines.append), features(model, *names) as f:
+            assert f.run(x) is f
+        assert torch.equal(f["2"], by_hand(model, "2", x)[0])
+        assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+
+
+def test_run_takes_keyword_arguments_and_goes_to_the_end_when_a_layer_is_never_called():
+    model = Twice()
+    model.idle = nn.Linear(1, 1)
+    with features(model, "step", "idle") as f:
+        f.run(x=torch.ones(2, 3), times=2)
+        assert len(f.calls["step"]) == 2
+        with pytest.raises(KeyError, match="did not call 'idle'"):
+            f["idle"]
+
+
+def test_a_run_inside_a_run_ends_only_itself(model, x):
+    inner_model = mlp(4, 4, 4)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.first, self.rest = inner_model, nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with features(self.inner, "2") as g:
+                x = g.run(self.first(x))["2"]
+            return self.rest(x)
+
+    outer = Outer()
+    with features(outer, "rest") as f:
+        assert f.run(x)["rest"].shape == (3, 4)
+    with features(outer, "first") as f:
+        f.run(x)
+    assert list(f) == ["first"]
+
+
+def test_after_run_a_plain_forward_runs_to_its_end(model, x):
+    with features(model, "0") as f:
+        f.run(x)
+        assert model(x).shape == (3, 2)
+
+
+def test_run_after_removal_is_refused(model, x):
+    f = features(model, "1")
+    f.remove()
+    with pytest.raises(RuntimeError, match="the hooks have been removed"):
+        f.run(x)
+
+
+def test_run_lets_errors_of_the_model_through(model):
+    with features(model, "4") as f, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        f.run(torch.ones(1, 7))
+    assert hooks_on(model) == []
+
+
+# ---- before, after, and beside others ----
+
+
+def test_after_the_block_the_model_is_as_before(model, x):
+    before, expected = state_of(model), model(x)
+    plain = pickle.dumps(model)
+    with features(model, "**", "") as f:
+        model(x)
+        assert f
+    assert same_state(before, state_of(model))
+    assert hooks_on(model) == []
+    assert pickle.dumps(model) == plain
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+
+
+def test_outputs_and_gradients_are_bit_equal_during_the_block(model, x):
+    plain = torch.autograd.grad(model(x).sum(), model.parameters())
+    with features(model, "**"):
+        watched = torch.autograd.grad(model(x).sum(), model.parameters())
+    assert all(map(torch.equal, plain, watched))
+
+
+def test_only_its_own_hooks_are_removed(model, x):
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append("mine"))
+    with features(model, "1") as outer:
+        with features(model, "1") as inner:
+            model(x)
+        model(x)
+        assert len(hooks_on(model)) == 4  # mine, the outer one's and its two on the model
+    assert [hook.owner for hook in hooks_on(model)] == ["user"]
+    model(x)
+    assert len(seen) == 3
+    assert torch.equal(inner["1"], outer["1"])
+
+
+def test_the_value_is_what_hooks_before_it_have_made_of_the_output(model, x):
+    model[1].register_forward_hook(lambda module, args, output: output + 100)
+    with features(model, "1") as f:
+        model(x)
+    assert (f["1"] >= 100).all()
+
+
+def test_removing_twice_is_harmless_and_what_was_kept_stays(model, x):
+    f = features(model, "1")
+    model(x)
+    f.remove()
+    f.remove()
+    assert f["1"].shape == (3, 5)
+    model(x + 1)
+    assert torch.equal(f["1"], by_hand(model, "1", x)[0])
+
+
+# ---- reading and asking wrongly ----
+
+
+def test_reading_before_the_forward_says_what_to_do(model):
+    with (
+        features(model, "1") as f,
+        pytest.raises(KeyError, match="no output of '1' yet; run the model inside the block"),
+    ):
+        f["1"]
+
+
+def test_an_unknown_name_is_refused_with_the_names_asked_for(model, x):
+    with features(model, "1", "2") as f:
+        model(x)
+        with pytest.raises(KeyError, match="'3' was not asked for; asked for: 1, 2"):
+            f["3"]
+
+
+def test_keep_that_cannot_be_called_is_refused(model):
+    with pytest.raises(
+        TypeError, match=r"features\(keep=...\): expected something that can be called.*found str"
+    ):
+        features(model, "1", keep="detach")
+    assert hooks_on(model) == []
+
+
+def test_a_container_that_is_never_called_is_refused_or_left_out():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"'layers' is a ModuleList, which has no forward.*'layers\.\*'"):
+        features(model, "layers")
+    with pytest.raises(ValueError, match="'layers' is a ModuleList"):
+        features(model, nn.ModuleList)
+    with features(model, "**") as f:
+        assert "layers.0" in f._records
+        assert "layers" not in f._records
+
+
+def test_a_compiled_model_warns_that_hooks_may_be_ignored(model):
+    with pytest.warns(UserWarning, match="features: this model is compiled.*before torch.compile"):
+        features(torch.compile(model), "1").remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        features(model, "1").remove()
+
+
+# ---- gradients of activations ----
+
+
+def test_with_grad_is_the_gradient_of_the_output(model, x):
+    hidden = model[:2](x)
+    (expected,) = torch.autograd.grad(model[2:](hidden).square().sum(), hidden)
+    with features(model, "1", keep=with_grad) as f:
+        model(x).square().sum().backward()
+    assert torch.equal(f["1"].grad, expected)
+    assert torch.equal(f["1"], hidden)
+    assert not f["1"].requires_grad
+
+
+def test_with_grad_is_right_beside_an_in_place_layer(x):
+    torch.manual_seed(1)
+    model = mlp(4, 5, 2, inplace=True)
+    plain = copy.deepcopy(model)
+    plain[1] = nn.ReLU()
+    hidden = plain[0](x)
+    (expected,) = torch.autograd.grad(plain[1:](hidden).sum(), hidden)
+    grads = []
+    with features(model, "0", keep=lambda t: grads.append(with_grad(t))):
+        model(x).sum().backward()
+    assert torch.equal(grads[0].grad, expected)
+
+
+def test_with_grad_leaves_a_leaf_alone_and_refuses_what_is_no_tensor():
+    x = torch.ones(2, requires_grad=True)
+    assert with_grad(x).grad is None
+    assert hooks_on(x) == []
+    with pytest.raises(TypeError, match="expected a tensor, found Linear"):
+        with_grad(nn.Linear(1, 1))
+
+
+def test_with_grad_does_not_keep_the_graph(model, x):
+    with features(model, "1", keep=with_grad) as f:
+        assert not graph_is_alive(model, x)
+        assert f["1"].grad is None

@@ -1,0 +1,385 @@
+"""layer_statistics: the figures of torch on all tensors concatenated, without keeping a tensor."""
+
+import copy
+import gc
+import math
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import NESTED, Returns, Twice, mlp, same_state, state_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hooklab import _statistics, hooks_on, layer_statistics, no_leftovers
+from hooklab._statistics import MAX_ROWS, STAGED, Running
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return mlp(4, 5, 6, 2)
+
+
+def figures_of(tensors, bins=0, range=(-10.0, 10.0)):
+    running = Running(bins, range)
+    for tensor in tensors:
+        running.add(tensor)
+    return running.read()
+
+
+def assert_exact(figures, tensors):
+    """The figures are those of torch in float64 on the finite entries of all tensors."""
+    everything = torch.cat([tensor.flatten().double() for tensor in tensors])
+    finite = everything[everything.isfinite()]
+    assert figures.calls == len(tensors)
+    assert figures.count == everything.numel()
+    assert figures.nans == everything.isnan().sum()
+    assert figures.infs == everything.isinf().sum()
+    if finite.numel() == 0:
+        assert all(map(math.isnan, (figures.mean, figures.std, figures.min, figures.max)))
+        return
+    size = finite.abs().max().item()
+    assert figures.min == finite.min()
+    assert figures.max == finite.max()
+    assert figures.zeros == pytest.approx((everything == 0).sum().item() / everything.numel())
+    assert figures.mean == pytest.approx(finite.mean().item(), rel=1e-12, abs=1e-14 * size)
+    if finite.numel() > 1:
+        assert figures.std == pytest.approx(finite.std().item(), rel=1e-7, abs=1e-12 * size)
+    else:
+        assert math.isnan(figures.std)
+
+
+# ---- exact ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 64, 33, 31), (STAGED,), (1, 100_003)])
+def test_the_figures_are_those_of_torch_in_float64(dtype, shape):
+    torch.manual_seed(0)
+    tensors = [(torch.randn(shape) * 3 + 1).to(dtype) for _ in range(3)]
+    assert_exact(figures_of(tensors), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_whole_numbers_and_truth_values_are_counted_too(dtype):
+    tensors = [torch.tensor([0, 1, 1, 0, 1]).to(dtype)]
+    assert_exact(figures_of(tensors), tensors)
+
+
+@pytest.mark.parametrize("offset", [1e3, 1e6, -1e8])
+def test_a_large_mean_does_not_drown_a_small_spread(offset):
+    torch.manual_seed(0)
+    tensors = [torch.randn(1000, dtype=torch.float64) + offset for _ in range(20)]
+    assert_exact(figures_of(tensors), tensors)
+
+
+def test_a_constant_layer_has_no_spread_at_all():
+    assert figures_of([torch.full((50_000,), 0.1)] * 3).std == 0
+
+
+def test_many_small_tensors_beside_large_ones():
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (1, 5, STAGED - 1, STAGED + 1, 3, 70_000, 1, 2, 4000, 5000)]
+    assert_exact(figures_of(tensors), tensors)
+
+
+numbers = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lists=st.lists(st.lists(numbers, max_size=40), min_size=1, max_size=12),
+    repeat=st.sampled_from([1, 400]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_the_figures_are_exact_for_any_numbers(lists, repeat, dtype):
+    tensors = [torch.tensor(values * repeat, dtype=dtype) for values in lists]
+    assert_exact(figures_of(tensors), tensors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lists=st.lists(st.lists(numbers, min_size=1, max_size=40), min_size=1, max_size=6))
+def test_the_way_taken_on_a_gpu_gives_the_same(lists):
+    """Without a GPU the same operations run on the CPU: `_careful` never looks at a value."""
+    tensors = [torch.tensor(values) for values in lists]
+    running = Running(0, (-10.0, 10.0))
+    running._shift = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        running.calls += 1
+        running._count += tensor.numel()
+        running._pending.append(torch.stack(_statistics._careful(tensor, running._shift, torch.float64)))
+    everything = torch.cat(tensors).double()
+    if not (everything.isfinite() & (everything.abs() > 1e100)).any():
+        finite = everything[everything.isfinite()]
+        figures = running.read()
+        assert figures.nans == everything.isnan().sum()
+        if finite.numel():
+            assert figures.mean == pytest.approx(
+                finite.mean().item(), rel=1e-9, abs=1e-9 * finite.abs().max().item()
+            )
+            assert figures.max == finite.max()
+
+
+def test_nan_and_inf_are_counted_and_kept_out_of_the_rest():
+    figures = figures_of([torch.tensor([1.0, math.nan, 3.0, -math.inf]), torch.full((STAGED,), math.nan)])
+    assert (figures.count, figures.nans, figures.infs) == (STAGED + 4, STAGED + 1, 1)
+    assert (figures.mean, figures.min, figures.max) == (2.0, 1.0, 3.0)
+    assert figures.std == pytest.approx(math.sqrt(2))
+
+
+def test_empty_tensors_count_as_calls():
+    figures = figures_of([torch.empty(0, 3)])
+    assert (figures.calls, figures.count) == (1, 0)
+    assert math.isnan(figures.mean)
+
+
+def test_meta_tensors_have_no_figures_but_their_number():
+    model = mlp(4, 3, 2).to("meta")
+    with layer_statistics(model, "0", bins=4) as stats:
+        model(torch.ones(7, 4, device="meta"))
+    assert (stats["0"].calls, stats["0"].count) == (1, 21)
+    assert math.isnan(stats["0"].mean)
+
+
+def test_nested_sparse_and_complex_tensors():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    assert figures_of([ragged]).count == 18
+    assert figures_of([torch.eye(4).to_sparse()]).zeros == 0.75
+    assert figures_of([torch.tensor([3 + 4j])]).mean == 5
+
+
+# ---- histograms ----
+
+
+def test_the_histogram_is_that_of_torch_with_the_rest_counted_apart():
+    torch.manual_seed(0)
+    tensors = [torch.randn(1000) * 3 for _ in range(5)]
+    figures = figures_of(tensors, bins=8, range=(-2.0, 3.0))
+    everything = torch.cat(tensors)
+    assert figures.histogram == torch.histc(everything, 8, -2, 3).long().tolist()
+    assert figures.below == (everything < -2).sum()
+    assert figures.above == (everything > 3).sum()
+    assert figures.below + figures.above + sum(figures.histogram) == everything.numel()
+    assert figures.history.tolist() == [torch.histc(tensor, 8, -2, 3).long().tolist() for tensor in tensors]
+    assert figures.range == (-2.0, 3.0)
+
+
+def test_infinities_fall_outside_and_nans_nowhere():
+    figures = figures_of([torch.tensor([math.inf, -math.inf, math.nan, 0.0])], bins=2, range=(-1.0, 1.0))
+    assert (figures.below, figures.above, figures.histogram) == (1, 1, [0, 1])
+
+
+def test_the_history_of_a_long_run_keeps_its_size_and_loses_no_count():
+    calls = 5 * MAX_ROWS + 3
+    figures = figures_of([torch.tensor([float(call)]) for call in range(calls)], bins=3, range=(0.0, calls))
+    assert figures.history.shape[0] <= MAX_ROWS
+    assert figures.history.sum() == calls
+    assert figures.calls == calls
+
+
+def test_without_bins_there_is_no_histogram():
+    assert figures_of([torch.ones(3)]).histogram is None
+
+
+def test_dtypes_without_a_histogram_of_their_own_are_counted():
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        assert figures_of([torch.ones(3, dtype=dtype)], bins=2, range=(0.0, 2.0)).histogram == [0, 3]
+
+
+# ---- through hooks ----
+
+
+def test_outputs_over_several_steps(model):
+    torch.manual_seed(1)
+    outputs = {"1": [], "2": []}
+    for name, kept in outputs.items():
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, kept=kept: kept.append(output.detach())
+        )
+    with layer_statistics(model, *outputs) as stats:
+        for _ in range(10):
+            model(torch.randn(3, 4))
+    for name, kept in outputs.items():
+        assert_exact(stats[name], kept)
+
+
+def test_gradients_of_outputs_also_beside_in_place_layers():
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model, x = mlp(4, 5, 6, 2, inplace=inplace), torch.randn(3, 4)
+        plain = copy.deepcopy(model)
+        for layer in plain:
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = False
+        with layer_statistics(model, "*", of="grad_output") as stats:
+            for _ in range(3):
+                model(x).square().sum().backward()
+        for index in range(len(plain)):
+            hidden = plain[: index + 1](x)
+            loss = plain[index + 1 :](hidden).square().sum()
+            (grad,) = torch.autograd.grad(loss, hidden)
+            assert_exact(stats[str(index)], [grad] * 3)
+
+
+def test_nested_outputs_count_every_tensor():
+    for name in ("tuple", "list", "dict", "named", "dataclass", "torch.max"):
+        model, x = Returns(NESTED[name][0]), torch.arange(6.0).reshape(2, 3)
+        with layer_statistics(model, "") as stats:
+            model(x)
+        flat = []
+        _collect(NESTED[name][0](x), flat)
+        assert_exact(stats[""], flat)
+
+
+def _collect(value, flat):
+    if isinstance(value, torch.Tensor):
+        flat.append(value)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), flat)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _collect(item, flat)
+    elif hasattr(value, "__dataclass_fields__"):
+        _collect(list(vars(value).values()), flat)
+
+
+def test_a_layer_called_twice_counts_twice_and_its_names_share_the_figures():
+    model = Twice()
+    with layer_statistics(model, "step", "again") as stats:
+        model(torch.ones(2, 3))
+    assert stats["step"].calls == 2
+    assert stats["again"] == stats["step"]
+
+
+def test_no_tensor_is_kept(model):
+    alive = []
+    model[1].register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output)))
+    with layer_statistics(model, "**", of="output"), layer_statistics(model, "**", of="grad_output"):
+        model(torch.randn(3000, 4)).sum().backward()
+        gc.collect()
+        assert alive[0]() is None
+
+
+def test_recomputation_under_checkpointing_is_not_counted():
+    block, x = mlp(4, 4, 4), torch.ones(2, 4, requires_grad=True)
+    for reentrant in (False, True):
+        for of in ("output", "grad_output"):
+            with layer_statistics(block, "*", of=of) as stats:
+                checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+            assert [figures.calls for figures in stats.values()] == [1, 1, 1], (reentrant, of)
+
+
+def test_threads_lose_no_count(model):
+    x = torch.randn(50, 4)
+    with layer_statistics(model, "1") as stats:
+        threads = [threading.Thread(target=lambda: [model(x) for _ in range(50)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert stats["1"].calls == 200
+    assert stats["1"].count == 200 * 250
+    assert stats["1"].mean == pytest.approx(model[:2](x).double().mean().item())
+
+
+def test_inference_mode_and_training_can_alternate(model):
+    x = torch.randn(3000, 4)
+    with layer_statistics(model, "0", bins=3) as stats:
+        with torch.inference_mode():
+            model(x)
+        model(x).sum().backward()
+        with torch.inference_mode():
+            model(x)
+    assert_exact(stats["0"], [model[0](x).detach()] * 3)
+
+
+def test_outputs_and_gradients_are_bit_equal_during_the_block(model):
+    x = torch.randn(3, 4)
+    plain = torch.autograd.grad(model(x).sum(), model.parameters())
+    with layer_statistics(model, "**", bins=4), layer_statistics(model, "**", of="grad_output"):
+        watched = torch.autograd.grad(model(x).sum(), model.parameters())
+    assert all(map(torch.equal, plain, watched))
+
+
+def test_after_the_block_the_model_is_as_before(model):
+    before, plain = state_of(model), pickle.dumps(model)
+    with no_leftovers(model), layer_statistics(model, "**"), layer_statistics(model, "**", of="grad_output"):
+        model(torch.ones(2, 4)).sum()
+    assert same_state(before, state_of(model))
+    assert pickle.dumps(model) == plain
+
+
+def test_a_backward_after_the_block_is_not_counted(model):
+    with layer_statistics(model, "0", of="grad_output") as stats:
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    with pytest.raises(
+        KeyError, match=r"no gradient of '0' yet; run the model and backward\(\) inside the block"
+    ):
+        stats["0"]
+
+
+def test_a_leaf_that_a_layer_hands_through_keeps_no_hook():
+    x = torch.ones(2, requires_grad=True)
+    model = nn.Sequential(nn.Identity())
+    with layer_statistics(model, "0", of="grad_output") as stats:
+        model(x).sum().backward()
+    assert stats["0"].mean == 1
+    assert hooks_on(x) == []
+
+
+def test_a_forward_that_fails_leaves_the_figures_and_no_hook(model):
+    model[4] = nn.Linear(99, 2)
+    with no_leftovers(model), pytest.raises(RuntimeError), layer_statistics(model, "*") as stats:
+        model(torch.ones(2, 4))
+    assert list(stats) == ["0", "1", "2", "3"]
+    assert "4" not in stats
+
+
+# ---- the table, and what is refused ----
+
+
+def test_the_table_has_a_line_for_each_layer_also_for_one_that_was_never_called():
+    model = Returns(lambda x: model.used(x))
+    model.used, model.idle = nn.ReLU(), nn.ReLU()
+    with layer_statistics(model, "*") as stats:
+        model(torch.tensor([-1.0, 0.0, 2.0, 1e-5, 3e7]))
+    assert [line.split() for line in stats.table().splitlines()] == [
+        ["layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf"],
+        ["used", "1", "6.0e+06", "1.3e+07", "0.0000", "3.0e+07", "40.0%", "0", "0"],
+        ["idle", "0", "-", "-", "-", "-", "-", "0", "0"],
+    ]
+    assert len({len(line) for line in stats.table().splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"bins": -1}, ValueError, r"layer_statistics\(bins=-1\): expected 0 or more"),
+        ({"bins": 2.5}, TypeError, r"layer_statistics\(bins=...\): expected a whole number, found float"),
+        ({"range": (1, 1)}, ValueError, r"range=\(1, 1\)\): this range is empty"),
+        ({"range": (5, -5)}, ValueError, r"range=\(5, -5\)\): this range is empty"),
+        ({"range": (0, math.inf)}, ValueError, "not finite"),
+        ({"range": 10}, TypeError, r"range=10\): expected two numbers"),
+        ({"range": ("a", 1)}, TypeError, "expected a number, found str"),
+        ({"of": "grad_input"}, ValueError, r"of='grad_input'\): expected 'output' or 'grad_output'"),
+    ],
+)
+def test_bad_options_are_refused_and_no_hook_stays(model, options, error, words):
+    with pytest.raises(error, match=words):
+        layer_statistics(model, "0", **options)
+    assert hooks_on(model) == []
+
+
+def test_reading_before_the_forward_and_an_unknown_name_are_refused(model):
+    with layer_statistics(model, "0", "1") as stats:
+        with pytest.raises(KeyError, match="no output of '0' yet; run the model inside the block"):
+            stats["0"]
+        with pytest.raises(KeyError, match="'3' was not asked for; asked for: 0, 1"):
+            stats["3"]
+        assert repr(stats) == "LayerStatistics(calls of 0: 0, 1: 0)"

@@ -1,0 +1,236 @@
+"""verbose: a line for each layer that finishes, the last one for the layer that fails."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from models import NESTED, Returns, Twice, mlp, same_state, state_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hooklab import features, hooks_on, no_leftovers, verbose
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.ReLU(), nn.Linear(5, 3)), nn.Softmax(-1))
+
+
+def lines_of(model, *args, patterns=(), **options):
+    lines = []
+    with verbose(model, *patterns, write=lines.append, **options):
+        model(*args)
+    return lines
+
+
+def test_the_layers_directly_in_the_model_have_a_line_each(model, capsys):
+    with verbose(model):
+        model(torch.ones(2, 4))
+    assert capsys.readouterr().out == "0  Linear      [2, 5]\n1  Sequential  [2, 3]\n2  Softmax     [2, 3]\n"
+
+
+def test_deeper_layers_come_before_the_one_around_them(model):
+    names = [line.split()[0] for line in lines_of(model, torch.ones(2, 4), depth=2)]
+    assert names == ["0", "1.0", "1.1", "1", "2"]
+
+
+def test_depth_0_is_the_model_as_a_whole_and_so_is_a_model_without_layers(model):
+    assert lines_of(model, torch.ones(2, 4), depth=0) == ["Sequential  Sequential  [2, 3]"]
+    assert lines_of(nn.Linear(4, 3), torch.ones(2, 4)) == ["Linear  Linear  [2, 3]"]
+
+
+def test_patterns_choose_the_layers(model):
+    lines = lines_of(model, torch.ones(2, 4), patterns=("**1", nn.Softmax))
+    assert lines == ["1.1  Linear      [2, 3]", "1    Sequential  [2, 3]", "2    Softmax     [2, 3]"]
+
+
+def test_containers_that_are_never_called_are_passed_over():
+    model = Returns(lambda x: model.parts[0](x))
+    model.parts = nn.ModuleList([nn.ReLU()])
+    assert lines_of(model, torch.ones(2)) == ["Returns  Returns  [2]"]
+    assert lines_of(model, torch.ones(2), depth=2) == ["parts.0  ReLU  [2]"]
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_outputs_show_the_shape_of_each_tensor(name):
+    build, text = NESTED[name]
+    (line,) = lines_of(nn.Sequential(Returns(build)), torch.arange(6.0).reshape(2, 3))
+    assert line == f"0  Returns  {text}"
+
+
+def test_nested_tensors_show_what_is_known_of_their_shape():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    assert lines_of(nn.Sequential(nn.ReLU()), ragged) == ["0  ReLU  [2, *, 3]"]
+
+
+def test_a_second_call_in_one_forward_is_numbered_and_a_new_forward_begins_anew():
+    model = Twice()
+    for _ in range(2):
+        names = [line.partition("  ")[0] for line in lines_of(model, torch.ones(2, 3))]
+        assert names == ["step = again", "step = again #2", "last"]
+
+
+def test_layers_called_by_themselves_are_not_numbered(model):
+    lines = []
+    with verbose(model, write=lines.append):
+        model[0](torch.ones(2, 4))
+        model[0](torch.ones(2, 4))
+    assert lines == ["0  Linear      [2, 5]"] * 2
+
+
+def test_each_thread_counts_for_itself():
+    model, lines = Twice(), []
+    with verbose(model, "step", write=lines.append):
+        threads = [threading.Thread(target=model, args=(torch.ones(1, 3),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum("#2" in line for line in lines) == 4
+    assert not any("#3" in line for line in lines)
+
+
+def test_lines_come_while_the_forward_runs(model):
+    seen = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(len(lines)))
+    lines = []
+    with verbose(model, write=lines.append):
+        model(torch.ones(2, 4))
+    assert seen == [2]
+
+
+# ---- failures ----
+
+
+def test_the_last_line_is_the_layer_that_failed(model):
+    model[1][1] = nn.Linear(7, 3)
+    lines = []
+    with no_leftovers(model), pytest.raises(RuntimeError), verbose(model, write=lines.append):
+        model(torch.ones(2, 4))
+    assert lines[0] == "0  Linear      [2, 5]"
+    assert lines[1].startswith("1.1  Linear      failed on [2, 5]: RuntimeError: ")
+    assert "(2x5 and 7x3)" in lines[1]
+    assert len(lines) == 2
+
+
+def test_a_failure_in_the_forward_of_the_model_itself_names_the_model():
+    def broken(x):
+        return model.layer(x) + torch.ones(9)
+
+    model = Returns(broken)
+    model.layer = nn.Linear(4, 2)
+    lines = []
+    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
+        model(torch.ones(2, 4))
+    assert lines[0] == "layer  Linear  [2, 2]"
+    assert lines[1].startswith("Returns  Returns  failed on [2, 4]: RuntimeError: ")
+    assert len(lines) == 2
+
+
+def test_a_call_with_wrong_arguments_shows_what_was_given():
+    model, lines = nn.Sequential(nn.Linear(2, 2)), []
+    with pytest.raises(TypeError), verbose(model, write=lines.append):
+        model(torch.ones(2), mask=torch.ones(3))
+    assert lines[-1].startswith("Sequential  Sequential  failed on ([2], {'mask': [3]}): TypeError: ")
+
+
+def test_a_hook_of_the_users_that_raises_is_the_failure_of_its_layer(model):
+    def broken(module, args, output):
+        raise ValueError("from a hook\nsecond line")
+
+    model[1].register_forward_hook(broken)
+    lines = []
+    with pytest.raises(ValueError, match="from a hook"), verbose(model, write=lines.append):
+        model(torch.ones(2, 4))
+    assert lines[-1] == "1  Sequential  failed on [2, 5]: ValueError: from a hook"
+    assert hooks_on(model)[0].owner == "user"
+    assert len(hooks_on(model)) == 1
+
+
+def test_a_failure_that_the_model_handles_is_written_and_the_forward_goes_on():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(9, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            try:
+                return self.wide(x)
+            except RuntimeError:
+                return self.narrow(x)
+
+    lines = lines_of(Careful(), torch.ones(1, 4))
+    assert lines[0].startswith("wide    Linear  failed on [1, 4]: RuntimeError")
+    assert lines[1:] == ["narrow  Linear  [1, 2]"]
+
+
+def test_a_forward_interrupted_from_the_keyboard_does_not_spoil_the_next(model):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    lines = []
+    with verbose(model, write=lines.append):
+        with model[2].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 4))
+        lines.clear()
+        model(torch.ones(2, 4))
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+
+
+def test_a_forward_that_was_stopped_early_has_not_failed(model):
+    lines = []
+    with verbose(model, write=lines.append), features(model, "0") as f:
+        f.run(torch.ones(2, 4))
+    assert lines == ["0  Linear      [2, 5]"]
+
+
+# ---- beside other things ----
+
+
+def test_recomputation_under_checkpointing_is_not_written():
+    block = mlp(4, 4, 4)
+    for reentrant in (False, True):
+        model = Returns(lambda x, again=reentrant: checkpoint(block, x, use_reentrant=again))
+        model.block, lines = block, []
+        with verbose(model, depth=2, write=lines.append):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert [line.split()[0] for line in lines] == ["block.0", "block.1", "block.2", "block"]
+
+
+def test_after_the_block_the_model_is_as_before(model):
+    before, plain = state_of(model), pickle.dumps(model)
+    lines_of(model, torch.ones(2, 4), depth=3)
+    assert same_state(before, state_of(model))
+    assert pickle.dumps(model) == plain
+    assert hooks_on(copy.deepcopy(model)) == []
+
+
+def test_contexts_nest_and_repeat(model):
+    outer, inner = [], []
+    with verbose(model, write=outer.append):
+        with verbose(model, write=inner.append):
+            model(torch.ones(2, 4))
+        model(torch.ones(2, 4))
+    assert outer == inner * 2
+    assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"depth": -1}, ValueError, r"verbose\(depth=-1\): expected 0 or more"),
+        ({"depth": 1.5}, TypeError, r"verbose\(depth=...\): expected a whole number, found float"),
+        (
+            {"write": "out.txt"},
+            TypeError,
+            r"verbose\(write=...\): expected something that can be called.*found str",
+        ),
+    ],
+)
+def test_bad_options_are_refused_and_no_hook_stays(model, options, error, words):
+    with pytest.raises(error, match=words):
+        verbose(model, **options)
+    assert hooks_on(model) == []
