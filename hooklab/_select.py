@@ -90,9 +90,7 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
             hint = f"; here its name is {own[0]}" if own else "; it is not part of this model"
         elif isinstance(pattern, type):
             found, hint = f"the class {pattern.__name__}", ", which is no nn.Module"
-        raise TypeError(
-            f"{function}: expected names, patterns or Module classes, found {found}{hint}"
-        )
+        raise TypeError(f"{function}: expected names, patterns or Module classes, found {found}{hint}")
 
 
 def _matching(function: str, layers: dict[str, nn.Module], pattern: str | type) -> Iterator[str]:

@@ -46,7 +46,7 @@ class Verbose(Installed):
         if recomputing():
             return
         if not self._stack():
-            self._local.calls, self._local.reported = Counter(), None
+            self._local.calls, self._local.reported, self._local.silent = Counter(), None, True
         # An error may be on its way already: a forward may call a layer while it handles one.
         self._stack().append((module, sys.exc_info()[1]))
 
@@ -63,6 +63,9 @@ class Verbose(Installed):
                 self._failed(module, args, kwargs, error)
             elif label is not None and (error is before or output is not None):
                 self._finished(label, module, output)
+            elif module is self._root and not stack and self._local.silent and error is before:
+                name = type(module).__name__
+                self._write(f"{name}  {name}  {shapes(output)}  (none of the chosen layers was called)")
             if not stack:
                 self._local.reported = None
 
@@ -89,6 +92,7 @@ class Verbose(Installed):
         self._line(label, module, f"failed on {given}: {said}")
 
     def _line(self, label: str, module: nn.Module, text: str) -> None:
+        self._local.silent = False
         self._write(f"{label:{self._names}}  {type(module).__name__:{self._types}}  {text}".rstrip())
 
     def _stack(self) -> list[tuple[nn.Module, BaseException | None]]:

@@ -65,7 +65,8 @@ def verbose(
         An object with `.remove()`. A line holds the name, the type and the shapes of the output (of nested
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
-        that failed, the shapes it was given and the error. Recomputation under checkpointing is not written.
+        that failed, the shapes it was given and the error; one that calls none of the layers has a line that says so.
+        Recomputation under checkpointing is not written.
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; `depth` is no whole number, or negative; `write` cannot

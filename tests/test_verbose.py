@@ -102,6 +102,13 @@ def test_lines_come_while_the_forward_runs(model):
     assert seen == [2]
 
 
+def test_a_forward_that_calls_none_of_the_layers_says_so():
+    attention, x = nn.MultiheadAttention(4, 2), torch.ones(5, 1, 4)
+    assert lines_of(attention, x, x, x) == [
+        "MultiheadAttention  MultiheadAttention  ([5, 1, 4], [1, 5, 5])  (none of the chosen layers was called)"
+    ]
+
+
 # ---- failures ----
 
 
