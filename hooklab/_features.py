@@ -106,18 +106,24 @@ class Features(Installed, Mapping[str, Any]):
 
     def _recorder(self, name: str, record: list[tuple[Any, Any]]) -> Callable:
         keep, running, wanted = self._keep, self._running, self._wanted
+        append, task, plain = record.append, torch._C._current_graph_task_id, keep is Tensor.detach
 
+        # Every line here is paid for in every call of every layer: hence no helper but for the rare cases.
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if recomputing():
+            if task() != -1:  # recomputing()
                 return
             if not running:  # called by itself, outside a forward of the model
                 record.clear()
-            try:
-                kept = keep(output) if isinstance(output, Tensor) else map_tensors(keep, output)
-            except Exception as error:
-                error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
-                raise
-            record.append((kept, _versions(kept)))
+            if (
+                plain and output.__class__ is Tensor and not output.requires_grad
+            ):  # has no graph to be freed from
+                try:
+                    append((output, output._version))
+                except RuntimeError:  # an inference tensor has no version
+                    append((output, None))
+            else:
+                kept = _kept(keep, output, name)
+                append((kept, _versions(kept)))
             if wanted:
                 wanted.discard(name)
                 if not wanted:
@@ -186,6 +192,14 @@ class Calls(Mapping[str, list[Any]]):
 
     def __len__(self) -> int:
         return len(self._features)
+
+
+def _kept(keep: Callable[[Tensor], Any], output: Any, name: str) -> Any:
+    try:
+        return keep(output) if isinstance(output, Tensor) else map_tensors(keep, output)
+    except Exception as error:
+        error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
+        raise
 
 
 def _versions(kept: Any) -> Any:

@@ -11,6 +11,7 @@ __all__ = ["Running", "Statistics"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
 CHUNK = 32_768  # numbers that stay in a core's cache while they are counted
+NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are added up
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,8 +60,8 @@ class Running:
         self._count = 0
         self._staged: list[Tensor] = []
         self._staged_count = 0
-        self._shift: Tensor | None = None
-        self._sums = [0.0] * 6  # finite entries, sum and squares of (entry - shift), zeros, NaNs, infinities
+        self._finite, self._mean, self._spread = 0.0, 0.0, 0.0  # spread: the sum of (entry - mean) ** 2
+        self._zeros, self._nans, self._infs = 0.0, 0.0, 0.0
         self._min, self._max = math.inf, -math.inf
         self._pending: list[Tensor] = []
         self._rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
@@ -89,27 +90,15 @@ class Running:
         with self._lock:
             self._unstage()
             self._fold()
-            finite, total, squares, zeros, nans, infs = self._sums
-            mean = std = math.nan
-            if finite:
-                shift = self._shift.item()
-                mean = shift + total / finite
-                spread = max(squares - total * total / finite, 0.0)
-                std = math.sqrt(spread / (finite - 1)) if finite > 1 else math.nan
-            low, high = (self._min, self._max) if finite else (math.nan, math.nan)
-            zeros = zeros / self._count if finite or nans or infs else math.nan
+            low, high = (self._min, self._max) if self._finite else (math.nan, math.nan)
+            mean = self._mean if self._finite else math.nan
+            std = math.sqrt(self._spread / (self._finite - 1)) if self._finite > 1 else math.nan
+            seen = self._finite + self._nans + self._infs
+            zeros = self._zeros / seen if seen else math.nan
             return Statistics(
-                self.calls,
-                self._count,
-                mean,
-                std,
-                low,
-                high,
-                zeros,
-                int(nans),
-                int(infs),
+                self.calls, self._count, mean, std, low, high, zeros, int(self._nans), int(self._infs),
                 **self._histogram(),
-            )
+            )  # fmt: skip
 
     # ---- the figures ----
 
@@ -122,33 +111,46 @@ class Running:
             )
 
     def _measure(self, tensor: Tensor) -> None:
-        wide = torch.float32 if tensor.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-        if self._shift is None:  # near the mean, so that the squares cancel nothing
-            self._shift = tensor.flatten()[0].nan_to_num(0.0, 0.0, 0.0).to(wide)
-        shift = self._shift.to(tensor.device)
-        on_cpu = tensor.device.type == "cpu"
-        for part in tensor.flatten().split(CHUNK if on_cpu else GPU_CHUNK):
+        flat = tensor.flatten()
+        on_cpu = flat.device.type == "cpu"
+        size = CHUNK if on_cpu else GPU_CHUNK
+        for part in (flat,) if flat.numel() <= size else flat.split(size):
             if not on_cpu:
-                self._pending.append(torch.stack(_careful(part, shift, wide)))
+                self._pending.append(_careful(part))
                 if len(self._pending) >= PENDING:
                     self._fold()
                 continue
-            figures = _fast(part, shift)
-            if not math.isfinite(figures[2]):
-                figures = [figure.item() for figure in _careful(part, shift, wide)]
-            self._add(figures)
+            self._add(*(_fast(part) or _careful(part).tolist()))
 
     def _fold(self) -> None:
         if self._pending:
-            # Doubles hold whole numbers up to 2 ** 53 exactly.
-            results, self._pending = [result.cpu().double() for result in self._pending], []
+            results, self._pending = [result.cpu() for result in self._pending], []
             for figures in torch.stack(results).tolist():
-                self._add(figures)
+                self._add(*figures)
 
-    def _add(self, figures: list[float]) -> None:
-        self._sums = [old + new for old, new in zip(self._sums, figures, strict=False)]
-        self._min = min(self._min, figures[6])
-        self._max = max(self._max, figures[7])
+    def _add(
+        self,
+        finite: float,
+        mean: float,
+        spread: float,
+        zeros: float,
+        nans: float,
+        infs: float,
+        low: float,
+        high: float,
+    ) -> None:
+        if finite:
+            # Chan, Golub and LeVeque (1979): the spread of two groups from those of each.
+            step = mean - self._mean
+            both = self._finite + finite
+            self._mean += step * finite / both
+            self._spread += spread + step * step * self._finite * finite / both
+            self._finite = both
+            self._min = min(self._min, low)
+            self._max = max(self._max, high)
+        self._zeros += zeros
+        self._nans += nans
+        self._infs += infs
 
     # ---- the histogram ----
 
@@ -193,23 +195,48 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _fast(part: Tensor, shift: Tensor) -> list[float]:
-    """The figures of a part without NaN and infinities; with them the third one is not finite."""
-    wide = part.to(torch.float64, copy=True).sub_(shift)
-    low, high = torch.aminmax(part)
+_own = threading.local()
+
+
+def _scratch() -> tuple[Tensor, Tensor]:
+    """Memory for a part as float64 and as float32, used again and again: fresh memory costs more than counting."""
+    if not hasattr(_own, "scratch"):
+        with torch.inference_mode(False):
+            _own.scratch = torch.empty(CHUNK, dtype=torch.float64), torch.empty(CHUNK, dtype=torch.float32)
+    return _own.scratch
+
+
+def _fast(part: Tensor) -> tuple[float, ...] | None:
+    """The figures of a part on the CPU, or None where it has NaN or infinite entries."""
+    wide, flags = (memory[: part.numel()] for memory in _scratch())
+    wide.copy_(part)
+    number, squares = part.numel(), wide.dot(wide).item()
+    if not math.isfinite(squares):
+        return None
+    low, high = (extreme.item() for extreme in torch.aminmax(part))
     # Written as floats and then added: many times faster than count_nonzero where there are zeros.
-    zeros = torch.eq(part, 0, out=torch.empty(part.shape, dtype=torch.float32)).sum()
-    total, squares = wide.sum(), wide.dot(wide)
-    return [part.numel(), total.item(), squares.item(), zeros.item(), 0, 0, low.item(), high.item()]
+    zeros = torch.eq(part, 0, out=flags).sum().item()
+    mean = wide.sum().item() / number
+    spread = squares - mean * mean * number
+    if low == high:
+        mean, spread = low, 0.0
+    elif spread < NARROW * squares:
+        wide.sub_(mean)
+        spread = wide.dot(wide).item()
+    return number, mean, spread, zeros, 0, 0, low, high
 
 
-def _careful(part: Tensor, shift: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The same figures as tensors on the same device, of the finite entries alone."""
+def _careful(part: Tensor) -> Tensor:
+    """The same figures as one tensor on the same device, of the finite entries alone; no value is looked at."""
+    wide = part.to(
+        torch.float32 if part.device.type == "mps" else torch.float64
+    )  # Apple's GPUs have no float64
     finite = part.isfinite()
-    wide = torch.where(finite, part.to(dtype), shift) - shift
-    inside = part.to(dtype)
-    figures = [
-        finite.sum(), wide.sum(), wide.dot(wide), (part == 0).sum(), part.isnan().sum(), part.isinf().sum(),
-        torch.where(finite, inside, math.inf).min(), torch.where(finite, inside, -math.inf).max(),
-    ]  # fmt: skip
-    return [figure.to(dtype) for figure in figures]
+    number = finite.sum().to(wide.dtype)
+    mean = torch.where(finite, wide, 0).sum() / number.clamp(min=1)
+    off = torch.where(finite, wide - mean, 0)
+    figures = (
+        number, mean, off.dot(off), (part == 0).sum(), part.isnan().sum(), part.isinf().sum(),
+        torch.where(finite, wide, math.inf).min(), torch.where(finite, wide, -math.inf).max(),
+    )  # fmt: skip
+    return torch.stack([figure.to(wide.dtype) for figure in figures])

@@ -229,9 +229,12 @@ def feature_maps(tensor: Tensor) -> Picture:
         )
     maps, channels = _plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
     flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
+    finite = maps[maps.isfinite()]
+    spread = f"values from {finite.min():.4f} to {finite.max():.4f}" if finite.numel() else "no finite value"
+    bad = f"; NaN or infinite: {maps.numel() - finite.numel()}" if finite.numel() < maps.numel() else ""
     facts = (
-        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; "
-        f"values from {maps.min():.4f} to {maps.max():.4f}; the same everywhere: {flat}"
+        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; "
+        f"the same everywhere: {flat}"
     )
     return _drawn(facts, _plots.feature_maps, maps)
 

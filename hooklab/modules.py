@@ -167,7 +167,7 @@ def with_grad(tensor: Tensor) -> Tensor:
 
         def arrived(grad: Tensor | None) -> None:
             if grad is not None:
-                kept.grad = grad.detach()
+                kept.grad = grad.detach() if grad.requires_grad else grad
 
         tensor.register_hook(arrived)
     return kept

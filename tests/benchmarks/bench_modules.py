@@ -1,0 +1,187 @@
+"""The module hooks against hooks by hand, other packages, and their budgets. A table of all, one run, interleaved.
+
+`make bench` installs the peers. Without them the table leaves them out and says so.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torchvision
+from interleaved import medians, report
+from peers import PEERS, bare_features, bare_mean_std
+from torch import nn
+
+from hooklab import features, layer_statistics, select, verbose, with_grad
+
+MUST_BEAT = ("torchextractor", "torchcam", "captum", "transformer-lens", "torchinfo")
+
+
+def mlp(layers: int = 24, width: int = 16) -> tuple[nn.Module, torch.Tensor, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())])
+    return model.eval(), torch.randn(8, width), [str(2 * index) for index in range(layers)]
+
+
+def conv_net(blocks: int = 20, channels: int = 16) -> tuple[nn.Module, torch.Tensor, list[str]]:
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+        for _ in range(blocks)
+    ]
+    return (
+        nn.Sequential(*parts).eval(),
+        torch.randn(1, channels, 32, 32),
+        [str(index) for index in range(blocks)],
+    )
+
+
+def resnet50() -> tuple[nn.Module, torch.Tensor, list[str]]:
+    torch.manual_seed(0)
+    model = torchvision.models.resnet50().eval()
+    names = [name for name, layer in model.named_modules() if type(layer).__name__ == "Bottleneck"]
+    return model, torch.randn(1, 3, 224, 224), names
+
+
+def compare_forwards(title: str, build: Callable, rounds: int, repeat: int) -> list[bool]:
+    """Every way to keep the outputs of the same layers, each on a copy of the same model."""
+    model, x, names = build()
+    contenders: dict[str, Callable] = {"plain": lambda: model(x)}
+    contenders["bare dict + detach"], _ = bare_features(copy.deepcopy(model), names, x)
+    contenders["bare mean + std"], _ = bare_mean_std(copy.deepcopy(model), names, x)
+    ours, counted, written = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    f = features(ours, *names)
+    stats = layer_statistics(counted, *names)
+    lines: list[str] = []
+    verbose(written, *names, write=lines.append)
+    contenders["hooklab features"] = lambda: ours(x)
+    contenders["hooklab layer_statistics"] = lambda: counted(x)
+    contenders["hooklab verbose"] = lambda: written(x)
+    missing = []
+    for name, peer in PEERS.items():
+        try:
+            contenders[name] = peer(copy.deepcopy(model), names, x)
+        except ModuleNotFoundError as error:
+            missing.append(str(error))
+    with torch.no_grad():
+        seconds = medians(contenders, rounds, repeat)
+    assert len(f) == len(names)
+    assert stats[names[0]].calls > 1
+    plain = seconds["plain"]
+    print(f"{title}: {len(names)} layers, forward under no_grad, {torch.get_num_threads()} thread")
+    for name, value in sorted(seconds.items(), key=lambda item: item[1]):
+        each = (value - plain) / len(names) * 1e6
+        print(f"  {name:38} {value * 1e6:10.0f} us   {value / plain:6.3f} x plain   {each:8.2f} us/layer")
+    for error in missing:
+        print(f"  left out: {error}")
+    kept = [
+        report(
+            "features / bare dict + detach", seconds["hooklab features"] / seconds["bare dict + detach"], 1.05
+        )
+    ]
+    kept.append(
+        report(
+            "layer_statistics (five figures) / bare mean + std",
+            seconds["hooklab layer_statistics"] / seconds["bare mean + std"],
+            1.0,
+        )
+    )
+    for name in MUST_BEAT:
+        if name in seconds:
+            kept.append(report(f"features / {name}", seconds["hooklab features"] / seconds[name], 1.0))
+    if "torchinfo" in seconds:
+        ratio = (seconds["hooklab verbose"] - plain) / (seconds["torchinfo"] - plain)
+        kept.append(report("overhead of verbose to a list / overhead of torchinfo", ratio, 0.1))
+    return kept
+
+
+def gradients_of_activations() -> list[bool]:
+    model, x, names = mlp()
+    ours, full = copy.deepcopy(model), copy.deepcopy(model)
+    f = features(ours, *names, keep=with_grad)
+    grads = {}
+    for name in names:
+
+        def hook(module, grad_input, grad_output, name=name):
+            grads[name] = grad_output[0]
+
+        full.get_submodule(name).register_full_backward_hook(hook)
+    by_hand, handles = copy.deepcopy(model), {}
+    for name in names:
+
+        def keep(module, args, output, name=name):
+            output.register_hook(lambda grad: handles.update({name: grad}))
+
+        by_hand.get_submodule(name).register_forward_hook(keep)
+    x = x.requires_grad_()
+    contenders = {
+        "plain": lambda: model(x).sum().backward(),
+        "forward hook + tensor hook by hand": lambda: by_hand(x).sum().backward(),
+        "features(keep=with_grad)": lambda: ours(x).sum().backward(),
+        "full backward hooks": lambda: full(x).sum().backward(),
+    }
+    seconds = medians(contenders, rounds=60, repeat=10)
+    assert f[names[0]].grad is not None
+    print("gradients of all 24 activations, forward and backward of the MLP")
+    for name, value in seconds.items():
+        print(f"  {name:38} {value * 1e6:10.0f} us   {value / seconds['plain']:6.3f} x plain")
+    return [
+        report(
+            "features(keep=with_grad) / plain", seconds["features(keep=with_grad)"] / seconds["plain"], 1.25
+        )
+    ]
+
+
+def early_stop() -> list[bool]:
+    model, x, _ = resnet50()
+    stage = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool, model.layer1)
+    watched = copy.deepcopy(model)
+    f = features(watched, "layer1")
+    contenders = {
+        "the stage alone": lambda: stage(x),
+        "f.run": lambda: f.run(x),
+        "whole model": lambda: model(x),
+    }
+    with torch.no_grad():
+        seconds = medians(contenders, rounds=15, repeat=1)
+    print("f.run with layer1 of ResNet-50, 1x3x224x224")
+    for name, value in seconds.items():
+        print(f"  {name:38} {value * 1e3:10.1f} ms")
+    return [report("f.run / running that stage alone", seconds["f.run"] / seconds["the stage alone"], 1.15)]
+
+
+def growth() -> list[bool]:
+    """The cost of a layer in models of 10 to 10,000 layers."""
+    costs, kept = {}, []
+    for layers in (10, 100, 1_000, 10_000):
+        model = nn.Sequential(*[nn.Identity() for _ in range(layers)])
+        watched, x = copy.deepcopy(model), torch.ones(2)
+        contenders = {"plain": partial(model, x), "features": partial(watched, x)}
+        with features(watched, "*"), torch.no_grad():
+            seconds = medians(contenders, rounds=9, repeat=max(1, 3_000 // layers))
+        costs[layers] = (seconds["features"] - seconds["plain"]) / layers * 1e6
+    print(
+        "features, cost of a layer: "
+        + ", ".join(f"{layers:,} layers {cost:.2f} us" for layers, cost in costs.items())
+    )
+    kept.append(report("dearest / cheapest", max(costs.values()) / min(costs.values()), 1.5))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(3_333)])
+    names = {"select('**')": ("**",), "select(class)": (nn.Linear,), "select('*.0')": ("*.0",)}
+    calls = {name: lambda patterns=patterns: select(model, *patterns) for name, patterns in names.items()}
+    seconds = medians(calls, rounds=9, repeat=1)
+    kept += [report(f"{name} on 10,000 modules", value * 1e3, 50, "ms") for name, value in seconds.items()]
+    return kept
+
+
+def main() -> bool:
+    kept = compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=5)
+    kept += compare_forwards("20-block conv net", conv_net, rounds=25, repeat=2)
+    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=7, repeat=1)
+    kept += gradients_of_activations() + early_stop() + growth()
+    return all(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(not main())

@@ -1,0 +1,165 @@
+"""Pictures of what layers return: gradient flow, activations, feature maps; and their facts."""
+
+import base64
+import io
+import math
+import re
+import sys
+
+import pytest
+import torch
+from matplotlib import image
+from models import mlp
+
+from hooklab import draw, layer_statistics
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return mlp(4, 5, 6, 2)
+
+
+@pytest.fixture
+def gradients(model):
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        model(torch.ones(3, 4)).square().sum().backward()
+    return stats
+
+
+@pytest.fixture
+def outputs(model):
+    with layer_statistics(model, "0", "1", bins=4, range=(-1, 1)) as stats:
+        for scale in (1.0, 1000.0):
+            model(torch.ones(3, 4) * scale)
+    return stats
+
+
+def words(svg):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def pixels(svg):
+    """The pictures inside the SVG as arrays of colours, upright: matplotlib stores them upside down."""
+    found = re.findall(r'xlink:href="data:image/png;base64,([^"]*)"', svg)
+    return [image.imread(io.BytesIO(base64.b64decode(data.replace("\n", ""))))[::-1] for data in found]
+
+
+def test_gradient_flow_says_how_large_the_gradient_of_each_layer_is(model, gradients):
+    lines = draw.gradient_flow(gradients).facts.splitlines()
+    assert lines[0].split() == ["layer", "rms", "max"]
+    hidden = model[:3](torch.ones(3, 4))
+    (grad,) = torch.autograd.grad(model[3:](hidden).square().sum(), hidden)
+    assert lines[3].split() == ["2", f"{grad.square().mean().sqrt():.1e}", f"{grad.abs().max():.1e}"]
+
+
+def test_gradient_flow_names_every_layer_in_the_picture(gradients):
+    assert set("01234") <= set(words(draw.gradient_flow(gradients).svg))
+
+
+def test_gradient_flow_shows_what_is_zero_or_not_finite(model):
+    with torch.no_grad():
+        model[4].weight.zero_()
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        (model(torch.ones(3, 4)) * torch.tensor([math.inf, 1.0])).sum().backward()
+    picture = draw.gradient_flow(stats)
+    assert "3 inf" in picture.facts
+    assert any("NaN or inf" in word for word in words(picture.svg))
+
+
+def test_gradient_flow_of_all_zeros_is_drawn(model):
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        (model(torch.ones(3, 4)) * 0).sum().backward()
+    assert any("all 0" in word for word in words(draw.gradient_flow(stats).svg))
+
+
+def test_activations_say_what_is_zero_and_what_falls_outside(outputs):
+    lines = draw.activations(outputs).facts.splitlines()
+    assert lines[0].split() == ["layer", "calls", "zeros", "below", "above"]
+    figures = outputs["0"]
+    assert lines[1].split() == [
+        "0", "2", f"{figures.zeros:.1%}", f"{figures.below / 30:.1%}", f"{figures.above / 30:.1%}",
+    ]  # fmt: skip
+    assert figures.below + figures.above > 0
+
+
+def test_activations_draw_a_map_for_each_layer_with_a_column_for_each_call(outputs):
+    picture = draw.activations(outputs)
+    assert {"0", "1"} <= set(words(picture.svg))
+    assert len(pixels(picture.svg)) == 2
+
+
+def test_feature_maps_are_a_mosaic_each_map_from_dark_to_bright():
+    tensor = torch.stack([torch.zeros(8, 8), torch.arange(64.0).reshape(8, 8)])
+    picture = draw.feature_maps(tensor)
+    assert picture.facts == "2 of 2 maps, 8 x 8; values from 0.0000 to 63.0000; the same everywhere: 1"
+    (mosaic,) = pixels(picture.svg)
+    left, right = mosaic[:, : mosaic.shape[1] * 8 // 17], mosaic[:, mosaic.shape[1] * 9 // 17 + 1 :]
+    assert left[..., 0].std() < 0.02
+    assert right[-1, -1, 1] > right[0, 0, 1] + 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((3, 5), "1 of 1 maps, 3 x 5"),
+        ((2, 3, 4, 5), "3 of 3 maps, 4 x 5"),
+        ((1, 100, 4, 4), "64 of 100 maps, 4 x 4"),
+    ],
+)
+def test_feature_maps_take_an_image_a_stack_or_a_batch(shape, words):
+    assert draw.feature_maps(torch.randn(shape, requires_grad=True)).facts.startswith(words)
+
+
+def test_feature_maps_with_nan_and_in_half_precision_are_drawn():
+    tensor = torch.full((2, 4, 4), math.nan, dtype=torch.bfloat16)
+    tensor[1, 0, 0] = 1
+    picture = draw.feature_maps(tensor)
+    assert picture.svg
+    assert "values from 1.0000 to 1.0000; NaN or infinite: 31" in picture.facts
+
+
+def test_the_same_input_gives_the_same_bytes(gradients, outputs):
+    maps = torch.arange(32.0).reshape(2, 4, 4)
+    for picture, of in (
+        (draw.gradient_flow, gradients),
+        (draw.activations, outputs),
+        (draw.feature_maps, maps),
+    ):
+        assert picture(of).svg == picture(of).svg
+
+
+def test_without_matplotlib_the_facts_and_the_way_out_are_shown(gradients, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = draw.gradient_flow(gradients)
+    assert picture.svg is None
+    assert "pip install matplotlib" in str(picture)
+    assert "rms" in str(picture)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda o: draw.gradient_flow(o), ValueError, "statistics of outputs.*of='grad_output'"),
+        (
+            lambda o: draw.gradient_flow([1]),
+            TypeError,
+            "expected what hooklab.layer_statistics returns, found list",
+        ),
+        (lambda o: draw.activations({"a": 1}), TypeError, "expected what hooklab.layer_statistics returns"),
+        (lambda o: draw.activations({}), ValueError, "nothing has been counted yet"),
+        (lambda o: draw.feature_maps([1]), TypeError, "expected one tensor, found list"),
+        (lambda o: draw.feature_maps(torch.ones(3)), ValueError, r"found shape \(3,\); choose a layer"),
+        (lambda o: draw.feature_maps(torch.ones(0, 2, 2)), ValueError, "found shape"),
+    ],
+)
+def test_bad_input_is_refused(outputs, call, error, words):
+    with pytest.raises(error, match=words):
+        call(outputs)
+
+
+def test_activations_without_a_histogram_are_refused(model):
+    with layer_statistics(model, "0") as stats:
+        model(torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"no histogram.*bins=40"):
+        draw.activations(stats)
