@@ -159,7 +159,10 @@ class Features(Installed, Mapping[str, Any]):
             close = get_close_matches(str(name), self._records) or list(self._records)[:5]
             raise KeyError(f"features: {name!r} was not asked for; asked for: {', '.join(close)}")
         if not self._forwards:
-            raise KeyError(f"features: no output of {name!r} yet; run the model inside the block")
+            raise KeyError(
+                f"features: no output of {name!r} yet; run the model inside the block "
+                "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
+            )
         raise KeyError(
             f"features: the last forward did not call {name!r}; its weights may be used without calling it (as "
             "nn.MultiheadAttention does with out_proj), its forward may be called directly, or it was skipped"

@@ -169,20 +169,43 @@ def _show_own_lines(
 ) -> list:
     """Show an error with the lines of the learner's cells alone; the magic %tb shows PyTorch's lines too."""
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
-    own = [step for step in _steps(trace) if shell.compile.format_code_name(step.tb_frame.f_code.co_filename)]
-    if not own:  # a syntax error, or nothing of the learner's
+    if not any(_is_own(shell, step) for step in _steps(trace)):  # a syntax error, or nothing of the learner's
         shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback(
             (kind, error, trace)
         )
         return []
-    short = None
-    for step in reversed(own):
-        short = TracebackType(short, step.tb_frame, step.tb_lasti, step.tb_lineno)
-    shown = shell.InteractiveTB.structured_traceback(
-        kind, error, short or trace, tb_offset=0 if short else tb_offset
-    )
+    # Also the errors behind it ("the direct cause of ..."): cut for the moment in which they are printed.
+    behind = [(each, each.__traceback__) for each in _chain(error)]
+    try:
+        for each, steps in behind:
+            each.__traceback__ = _only_own(shell, steps)
+        shown = shell.InteractiveTB.structured_traceback(kind, error, _only_own(shell, trace), tb_offset=0)
+    finally:
+        for each, steps in behind:
+            each.__traceback__ = steps
     shell._showtraceback(kind, error, shown)
     return shown
+
+
+def _only_own(shell: Any, trace: Any) -> Any:
+    """The steps of a traceback that lie in the learner's cells; None where none does."""
+    short = None
+    for step in reversed([step for step in _steps(trace) if _is_own(shell, step)]):
+        short = TracebackType(short, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return short
+
+
+def _is_own(shell: Any, step: Any) -> bool:
+    return bool(shell.compile.format_code_name(step.tb_frame.f_code.co_filename))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    behind = error.__cause__ or error.__context__
+    while behind is not None and id(behind) not in seen:
+        seen.add(id(behind))
+        yield behind
+        behind = behind.__cause__ or behind.__context__
 
 
 def _steps(trace: Any) -> Iterator[Any]:

@@ -185,6 +185,21 @@ def test_an_error_shows_the_lines_of_the_cells_and_tb_shows_all():
     assert "1 +\n       ^\nSyntaxError" in syntax
 
 
+def test_the_errors_behind_an_error_are_shortened_too():
+    set_up = "import torch\nfrom hooklab import lesson, no_leftovers\nlesson.start()"
+    leak = (
+        "layer = torch.nn.Linear(2, 2)\nwith no_leftovers(layer):\n    layer.register_forward_hook(print)\n"
+        "    layer(torch.ones(3))"
+    )
+    short, whole = run_cells(set_up, leak, "%tb")
+    assert "RuntimeError" in short
+    assert "HookLeak: 1 hook(s) outlived the block" in short
+    assert "direct cause" in short
+    assert "module.py" not in short
+    assert "census.py" not in short
+    assert "module.py" in whole
+
+
 # ---- pretrained weights ----
 
 
