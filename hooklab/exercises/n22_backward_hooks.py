@@ -1,0 +1,1021 @@
+"""Checks of notebook 22: module backward hooks."""
+
+import copy
+import warnings
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hook_count(model):
+    on_modules = sum(len(getattr(module, table)) for module in model.modules() for table in HOOK_TABLES)
+    everywhere = sum(len(getattr(nn.modules.module, f"_global{table}")) for table in HOOK_TABLES)
+    return on_modules + everywhere + sum(len(param._backward_hooks or ()) for param in model.parameters())
+
+
+def _settings(model):
+    """What a function that only looks must leave as it was."""
+    flags = [(module.training, getattr(module, "inplace", None)) for module in model.modules()]
+    return flags, [param.requires_grad for param in model.parameters()]
+
+
+def _relus(model):
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ReLU)]
+
+
+def _then_remove(handles, run):
+    """For the wrong answers: what `run` returns, with the hooks taken off whatever happens."""
+    try:
+        return run()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _examine_left_alone(model, settings, others):
+    """No hook of the answer's is left, those of others are there, and no switch of the model was moved."""
+    if others.id not in model.head._forward_hooks:
+        refuse(
+            "removed_others",
+            zh="模型上原来有别人的一个前向钩子，现在没了。只取下自己挂的。",
+            en="The model had a forward hook of somebody else's, and it is gone. Take off your own only.",
+        )
+    others.remove()
+    if _hook_count(model):
+        refuse(
+            "left_behind",
+            zh="函数返回以后，还留着你的钩子。",
+            en="After the function has returned, hooks of yours are left.",
+        )
+    if _settings(model) != settings:
+        refuse(
+            "changed_model",
+            zh="函数返回以后，模型和原来不一样了：有的 `training`、`inplace` 或 `requires_grad` 被改过。",
+            en="After the function has returned, the model is not as it was: some `training`, `inplace` or `requires_grad` was "
+            "changed.",
+        )
+
+
+def _refuse_what_backward_hooks_raise(error):
+    """The errors that a backward hook of the learner's brings about; any other is raised again."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if "invalid number of" in said:
+        refuse(
+            "wrong_number",
+            zh=f"PyTorch 说：`{said}`。它对反向钩子的返回值取 `len`，要和输入的个数相等；不是张量的输入也占一项。（第 2 节）",
+            en=f"PyTorch says: `{said}`. It takes the `len` of what a backward hook returns, which should be the number of inputs; "
+            "one that is no tensor takes a place too. (Section 2)",
+        )
+    if "changed the size" in said:
+        refuse(
+            "wrong_size",
+            zh="你的反向钩子返回的梯度，形状和对应的输入不一样。",
+            en="A gradient that your backward hook returns has not the shape of the input it belongs to.",
+        )
+    if "BackwardHookFunction" in said:
+        refuse(
+            "full_backward_hook",
+            zh="模型里有原地的层，前向就报错了：模块的反向钩子不许别人原地改它的输出。（第 6 节）",
+            en="With layers in place in the model forward raises: a module's backward hook forbids editing its output in place. "
+            "(Section 6)",
+        )
+    if "RemovableHandle" in said:
+        refuse(
+            "replaced_output",
+            zh="下一层收到的不是张量，是一个句柄。看看你的前向钩子返回了什么。",
+            en="The next layer was given a handle, not a tensor. See what your forward hook returns.",
+        )
+    raise error
+
+
+# ---- 22.A: reverse the gradient that leaves a module, and no other ----
+
+
+def reverse(module, strength):
+    def hook(module, grad_input, grad_output):
+        return tuple(None if grad is None else grad * -strength for grad in grad_input)
+
+    return module.register_full_backward_hook(hook)
+
+
+STRENGTH = 0.5
+LOSS = torch.tensor([1.0, -2.0])  # what each column of the output counts in the loss
+
+
+class _Blend(nn.Module):
+    """Three inputs: two tensors and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([3.0, -1.0]))
+
+    def forward(self, left: Tensor, share: float, right: Tensor) -> Tensor:
+        return self.weight * (share * left + (1 - share) * right)
+
+
+def examine_reverse(answer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of hooks on a module whose inputs require no gradient
+        try:
+            _examine_one_input(answer)
+            _examine_inputs(answer)
+        except RuntimeError as error:
+            _refuse_what_backward_hooks_raise(error)
+
+
+def _step(layer, x):
+    """One forward and backward: the output, the gradient of x, those of the parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    output = layer(x)
+    (output * LOSS).sum().backward()
+    return output, x.grad, [param.grad.clone() for param in layer.parameters()]
+
+
+def _examine_one_input(answer):
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    output, grad, param_grads = _step(layer, x)
+    handle = answer(layer, STRENGTH)
+    if not callable(getattr(handle, "remove", None)):
+        refuse(
+            "no_handle",
+            zh=f"应当返回能 `.remove()` 的句柄，得到的是 `{type(handle).__name__}`。",
+            en=f"Return a handle with `.remove()`; found `{type(handle).__name__}`.",
+        )
+    got_output, got, got_params = _step(layer, x)
+    if layer._is_full_backward_hook is False:
+        refuse(
+            "legacy_hook",
+            zh="你用的是旧的 `register_backward_hook`：它的 `grad_input` 里，头一项是偏置的梯度。（第 4 节）",
+            en="You used the legacy `register_backward_hook`: the first entry of its `grad_input` is the gradient of the bias. "
+            "(Section 4)",
+        )
+    if not isinstance(got_output, Tensor) or not torch.equal(got_output, output):
+        refuse(
+            "changed_output",
+            zh="前向的输出变了。只有反向的梯度该变。",
+            en="The output of forward has changed. Only gradients in backward should.",
+        )
+    _examine_parameters(got_params, param_grads, reached=not torch.allclose(got, grad))
+    _examine_left(got, grad)
+    if not torch.allclose(_step(layer, x)[1], -STRENGTH * grad):
+        refuse(
+            "first_only",
+            zh="第一次反向是对的，第二次又不反转了。",
+            en="The first backward is right; in the second nothing is reversed any more.",
+        )
+    _examine_shortcut(layer, x, grad)
+    _examine_neighbour(answer)
+    handle.remove()
+    if not torch.allclose(_step(layer, x)[1], grad):
+        refuse(
+            "still_there",
+            zh="取下句柄之后重跑前向和反向，梯度还是被改了：这个句柄管的不是你的钩子。",
+            en="After the handle was removed, a new forward and backward still change the gradient: the handle does not belong to "
+            "your hook.",
+        )
+
+
+def _examine_parameters(got, want, reached):
+    if all(torch.allclose(one, other) for one, other in zip(got, want, strict=True)):
+        return
+    if not reached:
+        refuse(
+            "only_parameters",
+            zh="变了的是模块参数的梯度，回到输入的那个倒没有变：正好反了。",
+            en="What has changed are the gradients of the module's parameters, not the one that goes back to the input: the wrong "
+            "way round.",
+        )
+    refuse(
+        "parameters_changed",
+        zh="模块自己的参数，梯度也变了：你改的是流进模块的那一头。",
+        en="The gradients of the module's own parameters have changed too: you act at the end where gradients flow in.",
+    )
+
+
+def _examine_left(got, plain):
+    if torch.allclose(got, plain):
+        refuse(
+            "unchanged",
+            zh="回到输入的梯度和原来一样。钩子触发了吗？它返回新的梯度了吗？",
+            en="The gradient that comes back to the input is as before. Has the hook fired, and did it return the new one?",
+        )
+    if torch.allclose(got, STRENGTH * plain):
+        refuse(
+            "same_sign",
+            zh="大小对了，方向没有反过来。",
+            en="The size is right, but the direction is not reversed.",
+        )
+    if torch.allclose(got, -plain):
+        refuse(
+            "no_strength",
+            zh="方向反了，大小却没有随 `strength` 变。",
+            en="The direction is reversed, but the size does not follow `strength`.",
+        )
+    if not torch.allclose(got, -STRENGTH * plain):
+        factor = (got / plain).mean().item()
+        refuse(
+            "wrong_values",
+            zh=f"`strength` 是 0.5，回到输入的梯度平均成了原来的 `{factor:.2f}` 倍。",
+            en=f"With `strength` 0.5 the gradient that comes back to the input is, on average, `{factor:.2f}` times the old one.",
+        )
+
+
+def _examine_shortcut(layer, x, plain):
+    x = x.clone().requires_grad_()
+    (layer(x) * LOSS).sum().backward(retain_graph=True)
+    alone, x.grad = x.grad, None
+    ((layer(x) * LOSS).sum() + 7 * x.sum()).backward()
+    if not torch.allclose(x.grad - 7, alone, atol=1e-5):
+        refuse(
+            "other_paths",
+            zh="输入 `x` 还走了一条不经过模块的路，那条路上的梯度也被你改了：钩子收到的是各条路之和。",
+            en="The input `x` also goes another way, past the module, and that gradient was changed too: your hook is given the sum "
+            "of all ways.",
+        )
+
+
+def _examine_neighbour(answer):
+    """The gradient of a sum is one buffer for both terms, and nn.Identity hands it on as it is."""
+    inside, beside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    identity = nn.Identity()
+    handle = answer(identity, STRENGTH)
+    neighbour = beside * 1  # older than what is hooked, so that its backward comes later
+    ((neighbour + identity(inside * 1)) * LOSS).sum().backward()
+    handle.remove()
+    if not torch.equal(beside.grad, LOSS):
+        refuse(
+            "in_place",
+            zh="旁边另一个张量的梯度也变了：你原地改了 `grad_input` 里的张量，那块内存是共用的。",
+            en="The gradient of another tensor changed too: a tensor in `grad_input` was edited in place, and that memory is shared.",
+        )
+
+
+def _examine_inputs(answer):
+    blend, left, right = _Blend(), torch.ones(2, requires_grad=True), torch.ones(2)
+    handle = answer(blend, STRENGTH)
+    try:
+        (blend(left, 0.25, right) * LOSS).sum().backward()
+    except (TypeError, AttributeError) as error:
+        if "None" not in str(error):
+            raise
+        refuse(
+            "fails_on_none",
+            zh="有 3 个输入：一个需要梯度的张量、一个数、一个不需要梯度的张量。后两个在 `grad_input` 里是 `None`，你的钩子在那里报错。",
+            en="There are 3 inputs: a tensor that requires a gradient, a number, a tensor that requires none. The last two are "
+            "`None` in `grad_input`, and there your hook raises.",
+        )
+    first, left.grad = left.grad, None
+    (blend(left, 0.25, right.requires_grad_()) * LOSS).sum().backward()
+    handle.remove()
+    want = [-STRENGTH * share * blend.weight.detach() * LOSS for share in (0.25, 0.75)]
+    if not torch.allclose(first, want[0]) or not torch.allclose(left.grad, want[0]):
+        refuse(
+            "none_spoils_it",
+            zh="模块只有一个输入时是对的；有 3 个输入、其中有的没有梯度时，第一个输入的梯度就不对了。",
+            en="Right for a module with one input; with 3 inputs, some of which have no gradient, that of the first is wrong.",
+        )
+    if not torch.allclose(right.grad, want[1]):
+        refuse(
+            "first_input_only",
+            zh="模块有两个张量输入，都需要梯度；反转的只有前一个。",
+            en="The module has two tensor inputs, both requiring a gradient; only the former is reversed.",
+        )
+
+
+def by_pre_hook(module, strength):
+    return module.register_full_backward_pre_hook(
+        lambda module, grad_output: tuple(grad * -strength for grad in grad_output)
+    )
+
+
+def by_output(module, strength):
+    def hang(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad * -strength)
+
+    return module.register_forward_hook(hang)
+
+
+def by_input_tensor(module, strength):
+    def hang(module, args):
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                arg.register_hook(lambda grad: grad * -strength)
+
+    return module.register_forward_pre_hook(hang)
+
+
+def by_parameters(module, strength):
+    for param in module.parameters():
+        param.register_hook(lambda grad: grad * -strength)
+    return module.register_forward_hook(lambda *args: None)
+
+
+def by_legacy(module, strength):
+    return module.register_backward_hook(
+        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
+    )
+
+
+def by_grad_output(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_output)
+    )
+
+
+def reverse_bare(module, strength):
+    return module.register_full_backward_hook(lambda module, grad_input, _: grad_input[0] * -strength)
+
+
+def reverse_nothing(module, strength):
+    def hook(module, grad_input, grad_output):
+        tuple(grad * -strength for grad in grad_input)
+
+    return module.register_full_backward_hook(hook)
+
+
+def reverse_in_place(module, strength):
+    def hook(module, grad_input, grad_output):
+        for grad in grad_input:
+            if grad is not None:
+                grad.mul_(-strength)
+
+    return module.register_full_backward_hook(hook)
+
+
+def reverse_fails_on_none(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
+    )
+
+
+def reverse_first(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: (grad_input[0] * -strength, *grad_input[1:])
+    )
+
+
+def reverse_sign(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, _: tuple(None if grad is None else grad * strength for grad in grad_input)
+    )
+
+
+def reverse_direction(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: tuple(None if grad is None else -grad for grad in grad_input)
+    )
+
+
+def reverse_no_handle(module, strength):
+    reverse(module, strength)
+
+
+def reverse_once(module, strength):
+    def hook(module, grad_input, grad_output):
+        handle.remove()
+        return tuple(None if grad is None else grad * -strength for grad in grad_input)
+
+    handle = module.register_full_backward_hook(hook)
+    return handle
+
+
+def reverse_twice(module, strength):
+    reverse(module, strength)
+    return reverse(module, strength)
+
+
+def reverse_deaf(module, strength):
+    reverse(module, strength)
+    return nn.Linear(1, 1).register_forward_hook(lambda *args: None)
+
+
+def reverse_output(module, strength):
+    return module.register_forward_hook(lambda module, args, output: output * -strength)
+
+
+REVERSE = Exercise(
+    "22.A",
+    examine_reverse,
+    reverse,
+    {
+        "parameters_changed": by_pre_hook,
+        "only_parameters": by_parameters,
+        "legacy_hook": by_legacy,
+        "other_paths": by_input_tensor,
+        "wrong_number": reverse_bare,
+        "wrong_size": by_grad_output,
+        "unchanged": reverse_nothing,
+        "in_place": reverse_in_place,
+        "fails_on_none": reverse_fails_on_none,
+        "first_input_only": reverse_first,
+        "same_sign": reverse_sign,
+        "no_strength": reverse_direction,
+        "no_handle": reverse_no_handle,
+        "first_only": reverse_once,
+        "wrong_values": reverse_twice,
+        "still_there": reverse_deaf,
+        "changed_output": reverse_output,
+    },
+    zh="回到输入的梯度反了，模块自己的参数照常训练，别的路也没有受牵连。",
+    en="The gradient towards the inputs is reversed, the module's own parameters train as before, and no other way is affected.",
+)
+
+# ---- 22.B: how large is the gradient at the output of each ReLU, in place or not ----
+
+
+def gradient_norms(model, loss_fn):
+    norms, handles = {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ReLU):
+
+            def hang(module, args, output, name=name):
+                if output.requires_grad:
+                    output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+            handles.append(module.register_forward_hook(hang))
+    try:
+        loss_fn(model).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return norms
+
+
+class _Pictures(nn.Module):
+    """A small convolution net: one ReLU that is not in place, one in place two levels down, one in place at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.relu = nn.Conv2d(1, 4, 3), nn.ReLU()
+        self.body = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)), nn.Flatten())
+        self.neck, self.act, self.head = nn.Linear(64, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.neck(self.body(self.relu(self.stem(x))))))
+
+
+def examine_gradient_norms(answer):
+    torch.manual_seed(22)  # a net in which no ReLU is dead
+    model, batch = _Pictures(), torch.randn(2, 1, 8, 8)
+    runs = []
+
+    def loss_fn(model):
+        runs.append("run")
+        return model(batch).square().sum()
+
+    twin = copy.deepcopy(model)
+    want, settings = gradient_norms(twin, loss_fn), _settings(model)
+    runs.clear()
+    others = model.head.register_forward_hook(lambda module, args, output: None)
+    try:
+        got = answer(model, loss_fn)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        _refuse_what_backward_hooks_raise(error)
+    count = len(runs)
+    _examine_left_alone(model, settings, others)
+    if count == 1:
+        _examine_same_gradients(model, twin)
+    _examine_norms(got, want, model, loss_fn)
+    if count > 1:
+        refuse(
+            "ran_twice",
+            zh=f"`loss_fn` 被调用了 {count} 次，一次就够：真的模型跑一次很贵。",
+            en=f"`loss_fn` was called {count} times; once is enough: with a real model a run is dear.",
+        )
+    _examine_failing(answer)
+
+
+def _examine_same_gradients(model, twin):
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        if param.grad is not None and not torch.allclose(param.grad, other.grad, atol=1e-6):
+            refuse(
+                "changed_gradient",
+                zh="你的钩子改动了路过的梯度：前面的参数收到的和原来不同。看看它返回了什么。",
+                en="Your hook has changed the gradient that passes: parameters before it receive another one. See what it returns.",
+            )
+
+
+def _examine_norms(got, want, model, loss_fn):
+    if not isinstance(got, dict):
+        refuse(
+            "not_a_dict",
+            zh=f"应当返回字典，得到的是 `{type(got).__name__}`。",
+            en=f"Return a dict; found `{type(got).__name__}`.",
+        )
+    if not got:
+        refuse(
+            "nothing_arrived",
+            zh="字典是空的：没有钩子触发过。反向跑了吗？前向开始的时候，钩子还挂着吗？",
+            en="The dict is empty: no hook has fired. Did backward run? Were the hooks there when forward began?",
+        )
+    if strangers := [name for name in got if name not in want]:
+        refuse(
+            "other_layers",
+            zh=f"`{strangers[0]}` 不是哪个 `nn.ReLU` 在 `named_modules()` 里的名字。",
+            en=f"`{strangers[0]}` is not the name of an `nn.ReLU` in `named_modules()`.",
+        )
+    in_order = [name for name, _ in model.named_modules() if name in want]
+    missing = [name for name in in_order if name not in got]
+    if list(got) == in_order[-1:]:
+        refuse(
+            "last_name",
+            zh=f"只有 `{next(iter(got))}` 一项，它是最后一个 ReLU：你的钩子触发时才去读循环变量。",
+            en=f"The only entry is `{next(iter(got))}`, the last ReLU: your hooks read the loop variable when they fire.",
+        )
+    if missing:
+        refuse(
+            "missing_layers",
+            zh=f"少了 `{missing[0]}`：模型里一共有 {len(want)} 个 ReLU，有的在子模块的子模块里，有的是原地的。",
+            en=f"`{missing[0]}` is missing: the model has {len(want)} of them, some inside a module inside a module, some in place.",
+        )
+    if any(not isinstance(value, int | float) for value in got.values()):
+        refuse(
+            "not_numbers",
+            zh=f"字典里的值应当是浮点数，得到的是 `{type(next(iter(got.values()))).__name__}`。",
+            en=f"The values of the dict should be floats; found `{type(next(iter(got.values()))).__name__}`.",
+        )
+    _examine_values(got, want, model, loss_fn)
+
+
+def _close(got, want):
+    return all(abs(got[name] - value) <= 1e-4 * abs(value) + 1e-7 for name, value in want.items())
+
+
+def _examine_values(got, want, model, loss_fn):
+    if _close(got, want):
+        return
+    at_inputs, outputs = _other_norms(copy.deepcopy(model), loss_fn)
+    if _close(got, at_inputs):
+        refuse(
+            "other_end",
+            zh="这些是 ReLU **输入**的梯度的范数：已经过了 ReLU，有的项变成了 0。要的是流到它输出的梯度。",
+            en="These are the norms at the **inputs** of the ReLUs: behind the ReLU, where some entries are 0 already. The gradient "
+            "that arrives at its output is wanted.",
+        )
+    if _close(got, outputs):
+        refuse(
+            "norms_of_outputs",
+            zh="这些是 ReLU 的输出自己的范数，不是梯度的。",
+            en="These are the norms of what the ReLUs put out, not of the gradients.",
+        )
+    name = next(name for name in want if not _close(got, {name: want[name]}))
+    refuse(
+        "wrong_values",
+        zh=f"名字都对，数值不对：`{name}` 应当约为 `{want[name]:.4f}`，得到的是 `{got[name]:.4f}`。范数是平方和再开方（`Tensor.norm`）。",
+        en=f"The names are right, the values are not: `{name}` should be about `{want[name]:.4f}`; found `{got[name]:.4f}`. The norm "
+        "is the root of the sum of squares (`Tensor.norm`).",
+    )
+
+
+def _other_norms(model, loss_fn):
+    """The norms of the gradients at the inputs of the ReLUs, and of their outputs."""
+    at_inputs, outputs = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ReLU):
+
+            def before(module, args, name=name):
+                args[0].register_hook(lambda grad: at_inputs.update({name: grad.norm().item()}))
+
+            def after(module, args, output, name=name):
+                outputs[name] = output.norm().item()
+
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+    loss_fn(model).backward()
+    return at_inputs, outputs
+
+
+class _BrokenForward(RuntimeError):
+    pass
+
+
+def _examine_failing(answer):
+    model = _Pictures()
+
+    def fails(model):
+        model.stem(torch.zeros(1, 1, 8, 8))
+        raise _BrokenForward("this loss_fn fails on purpose")
+
+    with suppress(_BrokenForward):
+        answer(model, fails)
+    if _hook_count(model):
+        refuse(
+            "left_after_error",
+            zh="前向中途出错时，你的钩子留在了模型上。",
+            en="When forward fails midway, your hooks stay on the model.",
+        )
+
+
+def _norms(kinds=nn.ReLU, measure=lambda grad: grad.norm().item(), modules="named_modules", backward=True):
+    """A family of answers that differ in one thing each."""
+
+    def answer(model, loss_fn):
+        norms, handles = {}, []
+        for name, module in getattr(model, modules)():
+            if isinstance(module, kinds):
+
+                def hang(module, args, output, name=name):
+                    output.register_hook(lambda grad: norms.update({name: measure(grad)}))
+
+                handles.append(module.register_forward_hook(hang))
+        _then_remove(handles, lambda: loss_fn(model).backward() if backward else loss_fn(model))
+        return norms
+
+    return answer
+
+
+def _norms_by(register, look):
+    """Answers with a module hook that calls `look(name, *what the hook was given)` and returns what it returns."""
+
+    def answer(model, loss_fn):
+        norms = {}
+        handles = [
+            getattr(module, register)(lambda *given, name=name: look(norms, name, *given))
+            for name, module in _relus(model)
+        ]
+        _then_remove(handles, lambda: loss_fn(model).backward())
+        return norms
+
+    return answer
+
+
+def norms_last_name(model, loss_fn):
+    norms, handles = {}, []
+
+    def hang(module, args, output):
+        output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+    for name, module in _relus(model):  # noqa: B007
+        handles.append(module.register_forward_hook(hang))
+    _then_remove(handles, lambda: loss_fn(model).backward())
+    return norms
+
+
+def norms_left_behind(model, loss_fn):
+    norms = {}
+    for name, module in _relus(model):
+
+        def hang(module, args, output, name=name):
+            output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+        module.register_forward_hook(hang)
+    loss_fn(model).backward()
+    return norms
+
+
+def norms_without_finally(model, loss_fn):
+    norms, handles = {}, []
+    for name, module in _relus(model):
+
+        def hang(module, args, output, name=name):
+            output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+        handles.append(module.register_forward_hook(hang))
+    loss_fn(model).backward()
+    for handle in handles:
+        handle.remove()
+    return norms
+
+
+def norms_cleared(model, loss_fn):
+    norms = norms_left_behind(model, loss_fn)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return norms
+
+
+def _look_backward(norms, name, module, grad_input, grad_output):
+    norms[name] = grad_output[0].norm().item()
+
+
+def _look_forward(norms, name, module, args, output):
+    norms[name] = output.norm().item()
+
+
+def _look_at_input(norms, name, module, args):
+    args[0].register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+
+def _return_handle(norms, name, module, args, output):
+    return output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+
+def _change(norms, name, module, args, output):
+    def measure(grad):
+        norms[name] = grad.norm().item()
+        return grad / grad.norm()
+
+    output.register_hook(measure)
+
+
+def norms_out_of_place(model, loss_fn):
+    for _, module in _relus(model):
+        module.inplace = False
+    return _norms_by("register_full_backward_hook", _look_backward)(model, loss_fn)
+
+
+def norms_run_twice(model, loss_fn):
+    loss_fn(model)
+    return gradient_norms(model, loss_fn)
+
+
+GRADIENT_NORMS = Exercise(
+    "22.B",
+    examine_gradient_norms,
+    gradient_norms,
+    {
+        "full_backward_hook": _norms_by("register_full_backward_hook", _look_backward),
+        "replaced_output": _norms_by("register_forward_hook", _return_handle),
+        "other_end": _norms_by("register_forward_pre_hook", _look_at_input),
+        "norms_of_outputs": _norms_by("register_forward_hook", _look_forward),
+        "last_name": norms_last_name,
+        "left_behind": norms_left_behind,
+        "left_after_error": norms_without_finally,
+        "removed_others": norms_cleared,
+        "missing_layers": _norms(modules="named_children"),
+        "other_layers": _norms(kinds=(nn.ReLU, nn.Linear, nn.Conv2d)),
+        "not_numbers": _norms(measure=lambda grad: grad.norm()),
+        "wrong_values": _norms(measure=lambda grad: grad.abs().mean().item()),
+        "nothing_arrived": _norms(backward=False),
+        "changed_model": norms_out_of_place,
+        "changed_gradient": _norms_by("register_forward_hook", _change),
+        "ran_twice": norms_run_twice,
+        "not_a_dict": lambda model, loss_fn: list(gradient_norms(model, loss_fn).values()),
+    },
+    zh="原地的、藏得深的都量到了，模型上什么也没留下。",
+    en="In place or nested deep, each was measured, and nothing is left on the model.",
+)
+
+# ---- 22.C: guided backpropagation ----
+
+
+def guided_gradient(model, x):
+    def hook(module, grad_input, grad_output):
+        return (grad_input[0].clamp(min=0),)
+
+    relus = [module for module in model.modules() if isinstance(module, nn.ReLU)]
+    handles = [relu.register_full_backward_hook(hook) for relu in relus]
+    try:
+        image = x.detach().requires_grad_()
+        return torch.autograd.grad(model(image).sum(), image)[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Rule(torch.autograd.Function):
+    """ReLU with a backward of its own: no hook, so that the reference owes nothing to the answer."""
+
+    @staticmethod
+    def forward(ctx, x, masked):
+        ctx.save_for_backward(x)
+        ctx.masked = masked
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad.clamp(min=0) * (x > 0 if ctx.masked else 1), None
+
+
+class _Guided(nn.Module):
+    def __init__(self, masked=True):
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Rule.apply(x, self.masked)
+
+
+def _seeing(outer=nn.ReLU, inner=nn.ReLU):
+    """The same weights each time: a net with one ReLU at the top level and two nested ones."""
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    net = nn.Sequential()
+    net.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(inner()))
+    net.conv, net.act, net.flat = nn.Conv2d(4, 4, 3), outer(), nn.Flatten()
+    net.neck, net.head = nn.Sequential(nn.Linear(64, 6), inner()), nn.Linear(6, 2)
+    torch.set_rng_state(state)
+    return net
+
+
+def _plain_gradient(net, x):
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(net(x).sum(), x)[0]
+
+
+def examine_guided_gradient(answer):
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(7))
+    model, before = _seeing(), x.clone()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    settings = _settings(model)
+    others = model.head.register_forward_hook(lambda module, args, output: None)
+    try:
+        got = answer(model, x)
+    except RuntimeError as error:
+        _refuse_what_backward_hooks_raise(error)
+    if x.requires_grad or x.grad is not None or not torch.equal(x, before):
+        refuse(
+            "changed_input",
+            zh="传进来的 `x` 变了：它原本不需要梯度，也没有 `.grad`。",
+            en="The `x` that was passed in has changed: it required no gradient and had no `.grad`.",
+        )
+    if any(param.grad is None or not (param.grad == 1).all() for param in model.parameters()):
+        refuse(
+            "filled_grad",
+            zh="参数的 `.grad` 变了。只求 `x` 的梯度，参数的不该动。",
+            en="The `.grad` of the parameters has changed. Only the gradient of `x` is wanted; leave theirs alone.",
+        )
+    _examine_left_alone(model, settings, others)
+    _examine_guided(got, x)
+    _examine_guided_failing(answer)
+
+
+def _examine_guided(got, x):
+    if isinstance(got, tuple):
+        refuse(
+            "returned_tuple",
+            zh="返回的是元组，要的是里面的那个张量。",
+            en="A tuple was returned; the tensor inside it is wanted.",
+        )
+    want = _plain_gradient(_seeing(_Guided, _Guided), x)
+    plain = _plain_gradient(_seeing(), x)
+    if isinstance(got, Tensor) and got.shape == want.shape and not torch.allclose(got, want, atol=1e-6):
+        if torch.allclose(got, plain, atol=1e-6):
+            refuse(
+                "plain_gradient",
+                zh="这就是普通的梯度，没有一个 ReLU 改过它。钩子触发了吗？它返回新的梯度了吗？",
+                en="This is the plain gradient; no ReLU has changed it. Have your hooks fired, and do they return the new gradient?",
+            )
+        if torch.allclose(got, plain.clamp(min=0), atol=1e-6):
+            refuse(
+                "only_at_the_end",
+                zh="你是先求出普通的梯度，最后才去掉负数。应当在**每个** ReLU 那里去掉，再往前传。",
+                en="You took the plain gradient and dropped negative entries at the end. They should go at **each** ReLU, before the "
+                "gradient travels on.",
+            )
+        if torch.allclose(got, want.clamp(min=0), atol=1e-6):
+            refuse(
+                "once_too_often",
+                zh="每个 ReLU 都对了，可是返回的梯度里一个负数也没有：在 `x` 和第一个 ReLU 之间，或者最后，又去掉了一遍。ReLU 之外不该动。",
+                en="Each ReLU is right, but no entry of what you return is negative: they were dropped once more, between `x` and the "
+                "first ReLU or at the end. Nothing but ReLU should change.",
+            )
+        if torch.allclose(got, _plain_gradient(_seeing(_Guided, nn.ReLU), x), atol=1e-6):
+            refuse(
+                "top_level_only",
+                zh="只有最外层的 ReLU 改了规则，藏在子模块里的还是老样子。",
+                en="Only a ReLU at the top level follows the new rule; those nested in other modules do as before.",
+            )
+        no_mask = _seeing(lambda: _Guided(masked=False), lambda: _Guided(masked=False))
+        if torch.allclose(got, _plain_gradient(no_mask, x), atol=1e-6):
+            refuse(
+                "no_mask",
+                zh="负的梯度去掉了，可是前向时被 ReLU 挡住的位置，梯度也放了过去。换掉的是哪一头的梯度？",
+                en="Negative gradients are dropped, but where ReLU had blocked the value in forward the gradient now passes. Which "
+                "end's gradient do you start from?",
+            )
+    expect_like(got, want, "返回值", "what is returned")
+
+
+def _examine_guided_failing(answer):
+    model = _seeing()
+    with suppress(RuntimeError):
+        answer(model, torch.randn(1, 1, 5, 5))  # too small: a linear layer refuses it
+    if _hook_count(model):
+        refuse(
+            "left_after_error",
+            zh="前向中途出错时，你的钩子留在了模型上。",
+            en="When forward fails midway, your hooks stay on the model.",
+        )
+
+
+def _clamp(module, grad_input, grad_output):
+    return (grad_input[0].clamp(min=0),)
+
+
+def _hung(model, hook=_clamp):
+    return [relu.register_full_backward_hook(hook) for _, relu in _relus(model)]
+
+
+def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad):
+    """A family of answers that differ in one thing each."""
+
+    def answer(model, x):
+        image = x.detach().requires_grad_()
+        relus = [module for module in getattr(model, modules)() if isinstance(module, nn.ReLU)]
+        handles = [relu.register_full_backward_hook(hook) for relu in relus]
+        return _then_remove(handles, lambda: finish(torch.autograd.grad(model(image).sum(), image)[0]))
+
+    return answer
+
+
+def guided_on_x(model, x):
+    x.requires_grad_()
+    return _then_remove(_hung(model), lambda: torch.autograd.grad(model(x).sum(), x)[0])
+
+
+def guided_by_backward(model, x):
+    image = x.detach().clone().requires_grad_()
+    _then_remove(_hung(model), lambda: model(image).sum().backward())
+    return image.grad
+
+
+def guided_left_behind(model, x):
+    _hung(model)
+    image = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(model(image).sum(), image)[0]
+
+
+def guided_without_finally(model, x):
+    handles = _hung(model)
+    image = x.detach().clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(image).sum(), image)
+    for handle in handles:
+        handle.remove()
+    return grad
+
+
+def guided_frozen(model, x):
+    model.requires_grad_(False)
+    return guided_gradient(model, x)
+
+
+def guided_cleared(model, x):
+    grad = guided_gradient(model, x)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return grad
+
+
+def _print_clamped(module, grad_input, grad_output):
+    grad_input[0].clamp(min=0)
+
+
+GUIDED_GRADIENT = Exercise(
+    "22.C",
+    examine_guided_gradient,
+    guided_gradient,
+    {
+        "plain_gradient": _guided(hook=_print_clamped),
+        "only_at_the_end": _guided(hook=_print_clamped, finish=lambda grad: grad.clamp(min=0)),
+        "once_too_often": _guided(finish=lambda grad: grad.clamp(min=0)),
+        "top_level_only": _guided(modules="children"),
+        "no_mask": _guided(hook=lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0),)),
+        "wrong_number": _guided(hook=lambda module, grad_input, grad_output: grad_input[0].clamp(min=0)),
+        "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
+        "returned_tuple": _guided(finish=lambda grad: (grad,)),
+        "changed_input": guided_on_x,
+        "filled_grad": guided_by_backward,
+        "changed_model": guided_frozen,
+        "removed_others": guided_cleared,
+        "left_behind": guided_left_behind,
+        "left_after_error": guided_without_finally,
+    },
+    zh="每个 ReLU 都换了反向的规则，又都换了回来。",
+    en="Each ReLU had another rule for backward, and has its own again.",
+)
+
+CHECKS = [
+    Prediction(
+        "22.1",
+        zh="`grad_input` 对应的是 `forward` 的位置参数，`fc2` 只有一个。权重和偏置不是输入，它们的梯度在 `.grad` 里。",
+        en="`grad_input` goes with the positional arguments of `forward`, and `fc2` has one. Weight and bias are no inputs; their "
+        "gradients are in `.grad`.",
+    ),
+    Prediction(
+        "22.2",
+        zh="`weight.grad` 由 `grad_output` 和输入算出，与 `grad_input` 无关；返回值只在**离开**这一层之后才起作用。",
+        en="`weight.grad` is computed from `grad_output` and the input, not from `grad_input`: what the hook returns matters only "
+        "once the gradient has **left** this layer.",
+    ),
+    Prediction(
+        "22.3",
+        zh="钩子没了，模块却记着自己用过旧的那种，从此拒绝新的。换一个新模块，再用 `load_state_dict` 搬权重。",
+        en="The hook is gone, but the module remembers that it used the legacy kind and refuses the other from then on. Make a new "
+        "module, and bring the weights over with `load_state_dict`.",
+    ),
+    Prediction(
+        "22.4",
+        zh="钩子只包装最外层元组里的张量，也就是 `output`；`h` 在里面一层，从它来的梯度绕过了输出处的 Node，钩子就不触发。两个都用时也不对：`grad_output` 里只有 `output` 的那一份。",
+        en="The hook wraps tensors of the outermost tuple only, that is `output`; `h` is one level down, its gradient goes past the "
+        "Node at the output, and the hook stays silent. With both in use it tells half: `grad_output` has the share of `output` only.",
+    ),
+    Prediction(
+        "22.5",
+        zh="`grad_input` 只是经过 `branch` 的那一份，直通的 1 不在里面。所以它和输入张量的 `.grad` 可以不同。",
+        en="`grad_input` is only the share that came through `branch`, without the 1 that went straight on. So it may differ from the "
+        "`.grad` of the input tensor.",
+    ),
+    REVERSE,
+    GRADIENT_NORMS,
+    GUIDED_GRADIENT,
+]

@@ -1,0 +1,989 @@
+"""Checks of notebook 23: watching a model run."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from hooklab.census import hooks_on
+from hooklab.exercises.check import Exercise, Prediction, refuse
+
+# ---- what the three exercises share ----
+
+
+def _hung(model):
+    """The hooks on a model: how many of each function, by place."""
+    return Counter((hook.kind, hook.place, hook.function) for hook in hooks_on(model))
+
+
+def _examine_hooks(before, model, reason, zh, en):
+    after = _hung(model)
+    if missing := before - after:
+        place = next(iter(missing))[1]
+        refuse(
+            "removed_others",
+            zh=f"`{place}` 上原有一个不是你挂的钩子，现在不见了。只取下自己挂的：用注册时得到的句柄。",
+            en=f"`{place}` had a hook that is not yours, and it is gone. Take off your own only, by the handles that "
+            "registration gave you.",
+        )
+    if left := after - before:
+        kind, place, _ = next(iter(left))
+        refuse(reason, zh=zh.format(left=f"`{kind} on {place}`"), en=en.format(left=f"`{kind} on {place}`"))
+
+
+def _examine_left(before, model):
+    _examine_hooks(
+        before,
+        model,
+        "hooks_left",
+        "模型上还留着钩子：{left}。",
+        "A hook is still on the model: {left}.",
+    )
+
+
+class _Broken(nn.Module):
+    """The first layer runs, the second one fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.second = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _examine_failure(answer, model):
+    """The forward fails in the middle: the error must come through, and no hook stay."""
+    before = _hung(model)
+    try:
+        answer(model, torch.ones(2, 4))
+    except RuntimeError:
+        pass
+    else:
+        refuse(
+            "swallowed",
+            zh="前向报错了，你的函数却把错误吞掉了：调用的人会以为一切正常。",
+            en="The forward raised, and your function swallowed the error: the caller would believe that all is well.",
+        )
+    _examine_hooks(
+        before,
+        model,
+        "hooks_left_after_error",
+        "前向报错之后，模型上还留着钩子：{left}。出错时，后面的语句不会执行。",
+        "After a forward that raised, a hook is still on the model: {left}. When it raises, the statements that follow do not "
+        "run.",
+    )
+
+
+# ---- 23.A: the shapes of the children's outputs, and the model left as it was ----
+
+
+def output_shapes(model, x):
+    shapes, training = {}, {module: module.training for module in model.modules()}
+
+    def hook_for(name):
+        return lambda module, args, output: shapes.update({name: tuple(output.shape)})
+
+    handles = [child.register_forward_hook(hook_for(name)) for name, child in model.named_children()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, flag in training.items():
+            module.training = flag
+    return shapes
+
+
+class _Mixed(nn.Module):
+    """Every child changes the shape; `frozen` is a part that stays in eval while the rest trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        self.frozen = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(self.stem(x)))
+
+
+def _user_hook(module, args, output):
+    """A hook that was there before."""
+
+
+def examine_output_shapes(answer):
+    for training in (True, False):
+        model = _Mixed().train(training)
+        model.frozen.eval()
+        model.stem.register_forward_hook(_user_hook)
+        _examine_shapes(answer, model)
+    broken = _Broken()
+    broken.first[1].eval()
+    flags = _flags(broken)
+    _examine_failure(answer, broken)
+    if _flags(broken) != flags:
+        refuse(
+            "mode_after_error",
+            zh="前向报错之后，有的模块停在了别的模式：恢复 `training` 的那几行没有执行到。",
+            en="After a forward that raised, some module is left in the other mode: the lines that restore `training` were not "
+            "reached.",
+        )
+
+
+def _examine_shapes(answer, model):
+    x = torch.randn(3, 4)
+    hung, flags, names = _hung(model), _flags(model), _attributes(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    got = answer(model, x)
+    _examine_dict(got, {"stem": (3, 6), "frozen": (3, 5), "head": (3, 2)})
+    _examine_state(model, state)
+    _examine_flags(model, flags)
+    if _attributes(model) != names:
+        new = sorted(
+            {name for after, before in zip(_attributes(model), names, strict=True) for name in after - before}
+        )
+        refuse(
+            "attribute_left",
+            zh=f"模块身上多了属性：`{new}`。名字放进闭包，就不用写到别人的模块上。",
+            en=f"Modules have new attributes: `{new}`. Put the name into a closure, and nothing need be written onto somebody's "
+            "module.",
+        )
+    _examine_left(hung, model)
+
+
+def _flags(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def _attributes(model):
+    return [set(vars(module)) for module in model.modules()]
+
+
+def _examine_dict(got, want):
+    if not isinstance(got, dict):
+        refuse(
+            "not_a_dict",
+            zh=f"应当返回字典，得到的是 `{type(got).__name__}`。",
+            en=f"Return a dict; found `{type(got).__name__}`.",
+        )
+    if len(got) == 1 and set(got) < set(want):
+        refuse(
+            "one_name",
+            zh=f"三个子模块，字典里只有 `{next(iter(got))}` 一项：循环变量要到钩子触发时才去读，那时循环早就结束了。",
+            en=f"Three child modules, and the dict has `{next(iter(got))}` alone: a loop variable is read when the hook fires, "
+            "and by then the loop is over.",
+        )
+    if set(got) != set(want):
+        extra, missing = sorted(map(str, set(got) - set(want))), sorted(set(want) - set(got))
+        refuse(
+            "wrong_names",
+            zh=f"要的是直接子模块。多了 `{extra}`，少了 `{missing}`。",
+            en=f"The direct child modules are wanted. Too many: `{extra}`; missing: `{missing}`.",
+        )
+    for name, shape in want.items():
+        if not isinstance(got[name], tuple):
+            refuse(
+                "no_tuple",
+                zh=f"`{name}` 的形状应当是元组，得到的是 `{type(got[name]).__name__}`。",
+                en=f"The shape of `{name}` should be a tuple; found `{type(got[name]).__name__}`.",
+            )
+        if tuple(got[name]) != shape:
+            refuse(
+                "wrong_shape",
+                zh=f"`{name}` 输出的形状是 `{shape}`，你给的是 `{tuple(got[name])}`。你读的是输出吗？",
+                en=f"The output of `{name}` has the shape `{shape}`; you give `{tuple(got[name])}`. Is it the output that you "
+                "read?",
+            )
+
+
+def _examine_state(model, before):
+    changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
+    if changed:
+        refuse(
+            "statistics",
+            zh=f"`state_dict()` 里有 {len(changed)} 项变了，例如 `{changed[0]}`：这次前向是在训练模式下跑的。",
+            en=f"{len(changed)} entries of `state_dict()` have changed, `{changed[0]}` for one: this forward ran in training "
+            "mode.",
+        )
+
+
+def _examine_flags(model, before):
+    after = _flags(model)
+    if after == before:
+        return
+    if not any(after.values()):
+        refuse(
+            "left_in_eval",
+            zh="模型原本在训练，现在每个模块都停在 `eval()`：训练会带着关掉的 Dropout 继续下去。",
+            en="The model was in training, and now every module is left in `eval()`: training would go on with Dropout switched "
+            "off.",
+        )
+    name = next(name for name in after if after[name] != before[name])
+    refuse(
+        "flags",
+        zh=f"`{name}` 原本的 `training` 是 `{before[name]}`，现在是 `{after[name]}`。`train()` 会把里面所有的模块一起改掉，"
+        "而它们原先并不一样。",
+        en=f"`training` of `{name}` was `{before[name]}` and is `{after[name]}` now. `train()` sets every module inside, and "
+        "they were not all the same before.",
+    )
+
+
+def _shapes(model, x, mode, finish, make=None):
+    """Output shapes with a choice of what is done before and after, as learners write it."""
+    shapes = {}
+
+    def hook_for(name):
+        return lambda module, args, output: shapes.update({name: tuple(output.shape)})
+
+    handles = [
+        child.register_forward_hook((make or hook_for)(name)) for name, child in model.named_children()
+    ]
+    mode(model)
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    finish(model)
+    return shapes
+
+
+def _nothing(model):
+    pass
+
+
+def shapes_restored(model, x):
+    training = {module: module.training for module in model.modules()}
+
+    def restore(model):
+        for module, flag in training.items():
+            module.training = flag
+
+    return _shapes(model, x, nn.Module.eval, restore)
+
+
+def shapes_mode_after_error(model, x):
+    handles, shapes = [], {}
+    flags = [(module, module.training) for module in model.modules()]
+    for name, child in model.named_children():
+        handles.append(
+            child.register_forward_hook(lambda m, a, out, name=name: shapes.update({name: out.shape}))
+        )
+    model.eval()
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_one_name(model, x):
+    shapes, handles = {}, []
+    for name, child in model.named_children():
+        hook = lambda module, args, output: shapes.update({name: tuple(output.shape)})  # noqa: B023, E731
+        handles.append(child.register_forward_hook(hook))
+    try:
+        model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
+
+
+def shapes_on_module(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    handles = []
+    for name, child in model.named_children():
+        child.__name__ = name
+        handles.append(
+            child.register_forward_hook(
+                lambda module, args, output: shapes.update({module.__name__: output.shape})
+            )
+        )
+    model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_hooks_left(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    for name, child in model.named_children():
+        child.register_forward_hook(
+            lambda module, args, output, name=name: shapes.update({name: output.shape})
+        )
+    model.eval()(x)
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_clear(model, x):
+    try:
+        return output_shapes(model, x)
+    finally:
+        for module in model.modules():
+            module._forward_hooks.clear()
+
+
+def shapes_of_inputs(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    for name, child in model.named_children():
+        child.register_forward_hook(
+            lambda module, args, output, name=name: shapes.update({name: args[0].shape})
+        )
+    model.eval()(x)
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_swallowed(model, x):
+    try:
+        return output_shapes(model, x)
+    except RuntimeError:
+        return {}
+
+
+def shapes_of_all(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(
+            module.register_forward_hook(
+                lambda module, args, output, name=name: shapes.update({name: output.shape})
+            )
+        )
+    model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+SHAPES = Exercise(
+    "23.A",
+    examine_output_shapes,
+    output_shapes,
+    {
+        "statistics": lambda model, x: _shapes(model, x, _nothing, _nothing),
+        "left_in_eval": lambda model, x: _shapes(model, x, nn.Module.eval, _nothing),
+        "flags": lambda model, x: _shapes(model, x, nn.Module.eval, nn.Module.train),
+        "hooks_left": shapes_hooks_left,
+        "hooks_left_after_error": shapes_restored,
+        "mode_after_error": shapes_mode_after_error,
+        "removed_others": shapes_clear,
+        "swallowed": shapes_swallowed,
+        "attribute_left": shapes_on_module,
+        "one_name": shapes_one_name,
+        "wrong_names": shapes_of_all,
+        "wrong_shape": shapes_of_inputs,
+        "no_tuple": lambda model, x: {name: list(shape) for name, shape in output_shapes(model, x).items()},
+        "not_a_dict": lambda model, x: list(output_shapes(model, x).items()),
+    },
+    zh="形状都在，模型还是原来的样子，出错时也一样。",
+    en="The shapes are there, and the model is as it was, also after an error.",
+)
+
+# ---- 23.B: the leaf modules that a forward does not call ----
+
+
+def never_called(model, x):
+    leaves = {name: module for name, module in model.named_modules() if not list(module.children())}
+    called = set()
+    handles = [
+        module.register_forward_hook(lambda module, args, output: called.add(module))
+        for module in leaves.values()
+    ]
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in leaves.items() if module not in called]
+
+
+class _Reader(nn.Module):
+    """A text classifier: an encoder with a fast path, a second head for training only, a layer that two names share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.again = self.norm
+        self.head = nn.Linear(8, 3)
+        self.helper = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        hidden = self.again(self.encoder(self.embed(tokens))).mean(dim=1)
+        return (self.head(hidden), self.helper(hidden)) if self.training else self.head(hidden)
+
+
+NEVER = {"encoder.self_attn.out_proj", "helper.0", "helper.1", "helper.2"}
+INSIDE = {"encoder.linear1", "encoder.linear2", "encoder.dropout", "encoder.norm1", "encoder.norm2"}
+CALLED = {"embed", "norm", "head", "encoder.dropout1", "encoder.dropout2"} | INSIDE
+
+
+def examine_never_called(answer):
+    model, tokens = _Reader().eval(), torch.zeros(2, 5, dtype=torch.long)
+    hung, flags = _hung(model), _flags(model)
+    got = answer(model, tokens)
+    if _flags(model) != flags:
+        refuse(
+            "mode_changed",
+            zh="模型原本在 `eval()`，现在不是了；在训练模式下，它调用的是另一些层。",
+            en="The model was in `eval()` and no longer is; in training mode it calls other layers.",
+        )
+    _examine_names(got)
+    _examine_left(hung, model)
+    other = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    if (got := answer(other, torch.ones(1, 4))) is None or list(got):
+        refuse(
+            "none_expected",
+            zh=f"在一个每层都会调用的模型上，应当返回空列表，得到的是 `{got}`。",
+            en=f"On a model that calls every layer an empty list is expected; found `{got}`.",
+        )
+    _examine_failure(answer, _Broken().eval())
+
+
+def _examine_names(got):
+    if isinstance(got, str | dict) or not isinstance(got, list | tuple | set):
+        refuse(
+            "not_a_list",
+            zh=f"应当返回名字的列表，得到的是 `{type(got).__name__}`。",
+            en=f"Return a list of names; found `{type(got).__name__}`.",
+        )
+    if not all(isinstance(name, str) for name in got):
+        refuse(
+            "no_names",
+            zh=f"列表里应当是名字，却有 `{type(next(iter(got))).__name__}`。",
+            en=f"The list should hold names; it holds a `{type(next(iter(got))).__name__}`.",
+        )
+    found = set(got)
+    if found == CALLED:
+        refuse(
+            "inverted",
+            zh="反了：你列出的，正是被调用过的那些。",
+            en="The wrong way round: these are the ones that were called.",
+        )
+    if len((CALLED | NEVER) - found) == 1:
+        name = next(iter((CALLED | NEVER) - found))
+        refuse(
+            "one_name",
+            zh=f"除了 `{name}`，所有的叶子模块都被你列出来了：循环变量要到钩子触发时才去读，那时循环早就结束了。",
+            en=f"You list every leaf module but `{name}`: a loop variable is read when the hook fires, and by then the loop is "
+            "over.",
+        )
+    if found & INSIDE == INSIDE and "embed" not in found:
+        refuse(
+            "fast_path",
+            zh=f"你说 `{sorted(INSIDE)[1]}` 没有被调用。数的时候，编码层走的是快路径，里面的模块自然都没有调用："
+            "你的钩子它看不见。第 9 节说过，什么样的钩子它看得见。",
+            en=f"You say that `{sorted(INSIDE)[1]}` is not called. While you counted, the encoder layer took its fast path, on "
+            "which no module inside is called: it does not see your hook. Section 9 says which hooks it sees.",
+        )
+    if containers := sorted(found & {"", "helper", "encoder.self_attn", "encoder"}):
+        refuse(
+            "containers",
+            zh=f"`{containers}` 里面还有别的模块，不是叶子。",
+            en=f"`{containers}` have other modules inside: no leaf modules.",
+        )
+    if "again" in found or "norm" in found:
+        refuse(
+            "shared",
+            zh="有一层有两个名字，它用其中一个被调用了，你却把它列了出来。要记的是模块，不是名字。",
+            en="One layer has two names and was called by one of them; you list it. It is the module that should be noted, not "
+            "the name.",
+        )
+    if not any(name.startswith("helper") for name in found):
+        refuse(
+            "missed_unused",
+            zh=f"列表是 `{sorted(found)}`，而 `helper` 里的层在 `eval()` 时不会被调用，它们不在里面。",
+            en=f"The list is `{sorted(found)}`; the layers in `helper` are not called in `eval()`, and they are missing.",
+        )
+    if "encoder.self_attn.out_proj" not in found:
+        refuse(
+            "missed_out_proj",
+            zh=f"列表是 `{sorted(found)}`，少了一层：它的权重用到了，它自己却没有被调用。",
+            en=f"The list is `{sorted(found)}`, and one layer is missing: its weight is used, yet it is not called itself.",
+        )
+    if found != NEVER:
+        refuse(
+            "wrong_list",
+            zh=f"列表不对：多了 `{sorted(found - NEVER)}`，少了 `{sorted(NEVER - found)}`。",
+            en=f"The list is not right; too many: `{sorted(found - NEVER)}`, missing: `{sorted(NEVER - found)}`.",
+        )
+
+
+def _leaves(model):
+    return {name: module for name, module in model.named_modules() if not list(module.children())}
+
+
+def never_global(model, x):
+    called = set()
+    with torch.no_grad(), register_module_forward_hook(lambda module, args, output: called.add(module)):
+        model(x)
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_all_modules(model, x):
+    called, handles = set(), []
+    for module in model.modules():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in model.named_modules() if module not in called]
+
+
+def never_with_weights(model, x):
+    weighted = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    return [name for name in never_called(model, x) if name in weighted]
+
+
+def never_children(model, x):
+    called, handles = set(), []
+    for module in model.children():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        name
+        for name, module in model.named_children()
+        if module not in called and not list(module.children())
+    ]
+
+
+def never_by_name(model, x):
+    called, handles = set(), []
+    names = [
+        name for name, module in model.named_modules(remove_duplicate=False) if not list(module.children())
+    ]
+    for name in names:
+        layer = model.get_submodule(name)
+        if name != "again":
+            handles.append(
+                layer.register_forward_hook(lambda module, args, output, name=name: called.add(name))
+            )
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in names if name not in called]
+
+
+def never_in_training(model, x):
+    model.train()
+    return never_called(model, x)
+
+
+def never_one_name(model, x):
+    called, handles = set(), []
+    for name, module in _leaves(model).items():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(name)))  # noqa: B023
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in _leaves(model) if name not in called]
+
+
+def never_hooks_left(model, x):
+    called = set()
+    for module in _leaves(model).values():
+        module.register_forward_hook(lambda module, args, output: called.add(module))
+    model(x)
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_no_finally(model, x):
+    called, handles = set(), []
+    for module in _leaves(model).values():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_swallowed(model, x):
+    try:
+        return never_called(model, x)
+    except RuntimeError:
+        return []
+
+
+def never_inverted(model, x):
+    missing = never_called(model, x)
+    return [name for name in _leaves(model) if name not in missing]
+
+
+NEVER_CALLED = Exercise(
+    "23.B",
+    examine_never_called,
+    never_called,
+    {
+        "fast_path": never_global,
+        "containers": never_all_modules,
+        "missed_out_proj": lambda model, x: [
+            name for name in never_called(model, x) if "out_proj" not in name
+        ],
+        "missed_unused": never_children,
+        "shared": never_by_name,
+        "wrong_list": never_with_weights,
+        "inverted": never_inverted,
+        "one_name": never_one_name,
+        "mode_changed": never_in_training,
+        "hooks_left": never_hooks_left,
+        "hooks_left_after_error": never_no_finally,
+        "swallowed": never_swallowed,
+        "no_names": lambda model, x: [model.get_submodule(name) for name in never_called(model, x)],
+        "not_a_list": lambda model, x: ", ".join(never_called(model, x)),
+        "none_expected": lambda model, x: never_called(model, x) or None,
+    },
+    zh="一个不漏，也没有冤枉谁：钩子挂在模块自己身上，快路径就让开了。",
+    en="None missed and none blamed: with hooks on the modules themselves, the fast path makes way.",
+)
+
+# ---- 23.C: where NaN appears first ----
+
+
+def first_nan(model, x):
+    def has_nan(value):
+        if isinstance(value, tuple):
+            return any(map(has_nan, value))
+        return isinstance(value, Tensor) and bool(value.isnan().any())
+
+    found, handles = [], []
+    for name, layer in model.named_modules():
+
+        def hook(module, args, output, name=name):
+            if has_nan(output):
+                found.append(name)
+
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+class _Apply(nn.Module):
+    """A layer that applies a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class _Entropy(nn.Module):
+    """Its own lines make the NaN; the layer inside is fine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).log()
+
+
+class _Backwards(nn.Module):
+    """Runs its layers in the reverse of the order in which they are defined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.log, self.early = nn.Identity(), _Apply(torch.log), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.log(self.early(x)))
+
+
+X = torch.tensor([[1.0, -2.0], [4.0, 3.0]])
+WRONG_LAYER = {
+    "outer": (
+        "NaN 从 {want} 开始，你给的是 {got}：包住它的那一层。里面的层先算完。",
+        "The NaN begins in {want}; you give {got}, the layer around it. What is inside finishes first.",
+    ),
+    "later": (
+        "NaN 从 {want} 开始，再传到后面；你给的是 {got}。",
+        "The NaN begins in {want} and is passed on; you give {got}.",
+    ),
+    "partly": (
+        "{want} 的输出里有一个 NaN，其余是普通的数；你给的是 {got}。有一个就算。",
+        "The output of {want} holds one NaN among ordinary numbers; you give {got}. One is enough.",
+    ),
+    "cleaned": (
+        "NaN 在 {want} 里出现，后面的层又把它换成了别的数；你给的是 {got}。光看最后的输出看不到它。",
+        "A NaN appears in {want}, and a later layer replaces it by a number; you give {got}. The final output alone does not "
+        "show it.",
+    ),
+    "definition_order": (
+        "NaN 从 {want} 开始；你给的 {got} 定义在前，却是后来才跑的。",
+        "The NaN begins in {want}; you give {got}, which is defined earlier but runs later.",
+    ),
+    "leaves_only": (
+        "NaN 是 {want} 自己的那几行算出来的，它里面的层没有错；你给的是 {got}。不只是最里面的层会出 NaN。",
+        "The NaN is made by the lines of {want} itself, the layer inside it is fine; you give {got}. Not only the innermost "
+        "layers can make a NaN.",
+    ),
+    "nested": (
+        "{want} 返回嵌套的元组，NaN 在里面的那个元组里；你给的是 {got}。",
+        "{want} returns a nested tuple, and the NaN is in the inner one; you give {got}.",
+    ),
+    "infinity": (
+        "这个模型里只有无穷大，没有 NaN；应当返回 {want}，你给的是 {got}。",
+        "In this model there is infinity and no NaN: {want} is expected; you give {got}.",
+    ),
+    "none_expected": (
+        "这个模型里没有 NaN：应当返回 {want}，你给的是 {got}。",
+        "There is no NaN in this model: {want} is expected; you give {got}.",
+    ),
+}
+
+
+def examine_first_nan(answer):
+    block = nn.Sequential(nn.Identity(), _Apply(torch.log), nn.Identity())
+    _examine_first(
+        answer,
+        nn.Sequential(block, nn.Linear(2, 1)),
+        "0.1",
+        {"0": "outer", "": "outer", None: "partly"},
+        "later",
+    )
+    clean = nn.Sequential(_Apply(torch.log), _Apply(torch.nan_to_num))
+    _examine_first(answer, clean, "0", {}, "cleaned")
+    _examine_first(answer, _Backwards(), "log", {}, "definition_order")
+    _examine_first(answer, nn.Sequential(_Entropy(), nn.Identity()), "0", {}, "leaves_only")
+    pair = nn.Sequential(_Apply(lambda x: (x, (None, x.log()))), _Apply(lambda pair: pair[0]))
+    _examine_first(answer, pair, "0", {}, "nested")
+    _examine_first(answer, nn.Sequential(_Apply(lambda x: (x, None))), None, {}, "none_expected")
+    _examine_first(answer, nn.Sequential(_Apply(lambda x: x / 0), nn.Identity()), None, {}, "infinity")
+    _examine_failure(answer, _Broken())
+
+
+def _examine_first(answer, model, want, reasons, otherwise):
+    hung = _hung(model)
+    got = answer(model, X)
+    if got is not None and not isinstance(got, str):
+        refuse(
+            "not_a_name",
+            zh=f"应当返回一个名字，得到的是 `{type(got).__name__}`。",
+            en=f"Return one name; found `{type(got).__name__}`.",
+        )
+    names = [name for name, _ in model.named_modules()]
+    if got is not None and got not in names:
+        refuse(
+            "no_such_layer",
+            zh=f"这个模型里没有叫 `{got}` 的层：它有 `{names}`。",
+            en=f"This model has no layer called `{got}`: it has `{names}`.",
+        )
+    if got != want:
+        reason = reasons.get(got, otherwise)
+        zh, en = (text.format(got=f"`{got!r}`", want=f"`{want!r}`") for text in WRONG_LAYER[reason])
+        refuse(reason, zh=zh, en=en)
+    _examine_left(hung, model)
+
+
+def _nan_in(value):
+    if isinstance(value, tuple | list):
+        return any(map(_nan_in, value))
+    return isinstance(value, Tensor) and bool(value.isnan().any())
+
+
+def _collect(model, x, layers, bad=_nan_in):
+    """The names of the layers with a bad output, in the order in which they finish."""
+    found, handles = [], []
+    for name, layer in layers:
+        hook = lambda module, args, output, name=name: found.append(name) if bad(output) else None  # noqa: E731
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _first(found):
+    return found[0] if found else None
+
+
+def nan_last(model, x):
+    found = _collect(model, x, [pair for pair in model.named_modules() if pair[0]])
+    return found[-1] if found else None
+
+
+def nan_at_the_end(model, x):
+    return _first(_collect(model, x, model.named_modules())) if _nan_in(model(x)) else None
+
+
+def nan_by_definition(model, x):
+    found = _collect(model, x, model.named_modules())
+    inner = [name for name in found if not any(other.startswith(f"{name}.") for other in found) and name]
+    return next((name for name, _ in model.named_modules() if name in inner), None)
+
+
+def nan_in_first_tensor(model, x):
+    def bad(output):
+        while isinstance(output, tuple):
+            output = output[0]
+        return _nan_in(output)
+
+    return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_or_infinity(model, x):
+    def bad(output):
+        tensors = output if isinstance(output, tuple) else (output,)
+        return _nan_in(output) or any(isinstance(each, Tensor) and each.isinf().any() for each in tensors)
+
+    return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_tensors_only(model, x):
+    return _first(_collect(model, x, model.named_modules(), lambda output: bool(output.isnan().any())))
+
+
+class _Found(Exception):
+    pass
+
+
+def nan_class_names(model, x):
+    return _first(
+        [type(model.get_submodule(name)).__name__ for name in _collect(model, x, model.named_modules())]
+    )
+
+
+def nan_everywhere(model, x):
+    def bad(output):
+        return isinstance(output, Tensor) and bool(output.isnan().all())
+
+    return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_stops_early(model, x):
+    name_of = {module: name for name, module in model.named_modules()}
+
+    def hook(module, args, output):
+        if _nan_in(output):
+            raise _Found(name_of[module])
+
+    for module in model.modules():
+        module.register_forward_hook(hook)
+    try:
+        model(x)
+    except _Found as found:
+        return str(found)
+
+
+def nan_no_finally(model, x):
+    found, handles = [], []
+    for name, layer in model.named_modules():
+        hook = lambda module, args, output, name=name: found.append(name) if _nan_in(output) else None  # noqa: E731
+        handles.append(layer.register_forward_hook(hook))
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return _first(found)
+
+
+def nan_swallowed(model, x):
+    try:
+        return first_nan(model, x)
+    except RuntimeError:
+        return None
+
+
+def _is_leaf(pair):
+    return not list(pair[1].children())
+
+
+FIRST_NAN = Exercise(
+    "23.C",
+    examine_first_nan,
+    first_nan,
+    {
+        "outer": lambda model, x: _first(_collect(model, x, model.named_children())),
+        "later": nan_last,
+        "cleaned": nan_at_the_end,
+        "definition_order": nan_by_definition,
+        "leaves_only": lambda model, x: _first(_collect(model, x, filter(_is_leaf, model.named_modules()))),
+        "nested": nan_in_first_tensor,
+        "raised": nan_tensors_only,
+        "infinity": nan_or_infinity,
+        "none_expected": lambda model, x: first_nan(model, x) or "",
+        "hooks_left": nan_stops_early,
+        "hooks_left_after_error": nan_no_finally,
+        "swallowed": nan_swallowed,
+        "no_such_layer": nan_class_names,
+        "partly": nan_everywhere,
+        "not_a_name": lambda model, x: _collect(model, x, model.named_modules()),
+    },
+    zh="先算完的先报，嵌套的也看得见，模型上什么也没有留下。",
+    en="The first to finish is the one you name, nested outputs are seen, and nothing is left on the model.",
+)
+
+CHECKS = [
+    Prediction(
+        "23.1",
+        zh="共用的模块只出现一次，用的是最先遇到的名字，`right` 不见了，`dict(...)['right']` 会报 KeyError。"
+        "`remove_duplicate=False` 才给出全部名字。",
+        en="A shared module appears once, under the name that is met first: `right` is gone, and `dict(...)['right']` raises a "
+        "KeyError. `remove_duplicate=False` gives all names.",
+    ),
+    Prediction(
+        "23.2",
+        zh="新模型处于训练模式，20 个 BatchNorm 在前向里就更新自己的均值、方差和计数。`no_grad` 只关掉梯度，关不掉这个。",
+        en="A new model is in training mode, and its 20 BatchNorms update their mean, variance and count in the forward itself. "
+        "`no_grad` switches off gradients, not this.",
+    ),
+    Prediction(
+        "23.3",
+        zh="两个 `out_proj` 没有写出来：`nn.MultiheadAttention` 直接取走它的权重去算，从不把它当模块调用，"
+        "挂在它上面的钩子永远不触发，也不报错。",
+        en="The two `out_proj` are missing: `nn.MultiheadAttention` takes their weights and computes with them, and never calls "
+        "them as modules. A hook on one never fires, and raises nothing.",
+    ),
+    Prediction(
+        "23.4",
+        zh="`square` 溢出得到的是无穷大，还不是 NaN；`norm` 用无穷大减无穷大，才得到 NaN。最先出现 NaN 的层，"
+        "未必是出问题的层：往前看一层。",
+        en="`square` overflows to infinity, which is no NaN yet; `norm` subtracts infinity from infinity, and that is. The first "
+        "layer with a NaN need not be the one to blame: look one layer before it.",
+    ),
+    Prediction(
+        "23.5",
+        zh="这一层在前向开头检查自己和里面的模块有没有钩子，有一个，就放弃快路径，逐个调用里面的模块。"
+        "全局钩子不在检查之列，所以单靠它看不见里面。",
+        en="At the start of its forward the layer looks for hooks on itself and on the modules inside; one is enough to give up "
+        "the fast path and call every module inside. Global hooks are not among those it looks for, so alone they see nothing "
+        "inside.",
+    ),
+    SHAPES,
+    NEVER_CALLED,
+    FIRST_NAN,
+]

@@ -1,0 +1,822 @@
+"""Checks of notebook 24: extracting features."""
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
+
+from hooklab.census import hooks_on
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.modules import features
+
+
+class _Hooks:
+    """Sees which hooks were there before; takes global ones off again that an answer leaves."""
+
+    def __init__(self, model):
+        self.model, self.before = model, len(hooks_on(model))
+        self.everywhere = dict(_global_forward_hooks)
+
+    def left(self):
+        """How many hooks more than before."""
+        more = len(hooks_on(self.model)) - self.before
+        _global_forward_hooks.clear()
+        _global_forward_hooks.update(self.everywhere)
+        return more
+
+    @staticmethod
+    def examine(more):
+        if more > 0:
+            refuse(
+                "left_behind",
+                zh=f"函数返回以后，模型上多了 {more} 个钩子，以后每次前向都会触发。",
+                en=f"After the function has returned the model has more hooks than before, by {more}; they fire in every later "
+                "forward.",
+            )
+        if more < 0:
+            refuse(
+                "removed_others",
+                zh="模型上原有的钩子少了。只取下自己挂的。",
+                en="Hooks that had been on the model before are gone. Take off your own and no others.",
+            )
+
+
+# ---- 24.A: the output of one layer, by hand ----
+
+
+def feature(model, name, x):
+    kept = {}
+
+    def keep(module, args, output):
+        kept[name] = output.detach().clone()
+
+    with model.get_submodule(name).register_forward_hook(keep):
+        model(x)
+    return kept[name]
+
+
+class _Net(nn.Module):
+    """A ReLU in place after `body.0`; only input with a mean above 0 goes through `extra`."""
+
+    def __init__(self, *, fails: str = ""):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True))
+        self.extra, self.head, self.fails = nn.Linear(5, 5), nn.Linear(5, 2), fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "before":
+            raise ValueError("this model always fails")
+        hidden = self.body(x)
+        if self.fails == "behind":
+            raise ValueError("this model always fails")
+        if x.mean() > 0:
+            hidden = self.extra(hidden)
+        return self.head(hidden)
+
+
+BRIGHT, DARK = torch.tensor([[1.0, 2.0, 3.0], [4.0, -1.0, 0.5]]), torch.tensor([[-1.0, -2.0, 0.5]])
+
+
+def examine_feature(answer):
+    torch.manual_seed(0)
+    model, passed = _Net(), []
+    want = model.body[0](BRIGHT).detach()
+    model.body[0].register_forward_hook(lambda module, args, output: passed.append(output.data_ptr()))
+    model.body[1].register_forward_pre_hook(lambda module, args: passed.append(args[0].data_ptr()))
+    hooks = _Hooks(model)
+    try:
+        got = answer(model, "body.0", BRIGHT)
+    finally:
+        more, grad_mode = hooks.left(), torch.is_grad_enabled()
+    _examine_run(passed)
+    _examine_feature_value(got, want)
+    if not model.training:
+        refuse(
+            "mode_changed",
+            zh="模型原本在训练模式，你的函数返回以后却在评估模式。",
+            en="The model was in training mode and is in evaluation mode after your function.",
+        )
+    hooks.examine(more)
+    _examine_grad_mode(grad_mode)
+    _examine_failing(answer)
+    _examine_unreached(answer)
+
+
+def _examine_run(passed):
+    if not passed:
+        refuse(
+            "not_called",
+            zh="我们事先挂在 `body.0` 上的钩子没有触发：模型没有运行，或者调用的是 `forward`，不是模型本身。",
+            en="A hook that we had hung on `body.0` did not fire: the model was not run, or `forward` was called and not the "
+            "model itself.",
+        )
+    if len(passed) > 2:
+        refuse(
+            "ran_twice",
+            zh="`body.0` 不止运行了一次。有 BatchNorm 和 Dropout 的模型，多跑一次结果就变了。",
+            en="`body.0` ran more than once. With batch norm or dropout, one more run changes the results.",
+        )
+    if len(passed) == 2 and passed[0] != passed[1]:
+        refuse(
+            "replaced_output",
+            zh="后面那一层收到的，已经不是 `body.0` 的输出：看看你的钩子返回了什么。",
+            en="What the next layer receives is no longer the output of `body.0`: see what your hook returns.",
+        )
+
+
+def _examine_feature_value(got, want):
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回那一层的输出。",
+            en="The function returned `None`; the output of the layer is wanted.",
+        )
+    if isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got.detach(), want.clamp(min=0)):
+        refuse(
+            "overwritten",
+            zh="返回的值里一个负数也没有，而 `body.0` 刚算完时是有的：后面那一层改写了它。",
+            en="No value that is returned is negative, yet some were when `body.0` was done: the layer behind has written over "
+            "them.",
+        )
+    expect_like(got, want, "返回值", "what is returned")
+    if got.requires_grad:
+        refuse(
+            "keeps_graph",
+            zh="数值对了，但返回的张量还连着计算图，前面各层的输出都跟着留在内存里。",
+            en="The values are right, but the tensor is still attached to the graph, and the outputs of the layers before stay "
+            "in memory with it.",
+        )
+
+
+def _examine_grad_mode(on):
+    if not on:
+        refuse(
+            "grad_left_off",
+            zh="函数返回以后，梯度仍然关着：此后的训练不会再有梯度。",
+            en="After the function has returned gradients are still switched off: later training would have none.",
+        )
+
+
+def _examine_failing(answer):
+    model = _Net(fails="behind")
+    hooks = _Hooks(model)
+    try:
+        answer(model, "body.0", BRIGHT)
+    except ValueError:
+        pass
+    finally:
+        left = hooks.left()
+    if left:
+        refuse(
+            "left_after_error",
+            zh="一切顺利时没有问题；模型中途报错时，钩子却留在了模型上。",
+            en="Fine as long as nothing goes wrong; but when the model raises half-way, the hook stays on it.",
+        )
+    try:
+        got = answer(_Net(fails="before"), "body.0", BRIGHT)
+    except ValueError:
+        return
+    except Exception as error:
+        got = error
+    refuse(
+        "hid_error",
+        zh=f"模型在这一层之前抛出了 `ValueError`，从你的函数里出来的却是 `{type(got).__name__}`：原来的错误被藏起来了。",
+        en=f"Before this layer the model raised a `ValueError`; what comes out of your function is `{type(got).__name__}`: "
+        "the error itself is hidden.",
+    )
+
+
+def _examine_unreached(answer):
+    model = _Net()
+    bright = answer(model, "extra", BRIGHT)
+    try:
+        got = answer(model, "extra", DARK)
+    except KeyError:
+        return
+    except Exception as error:
+        refuse(
+            "other_error",
+            zh=f"模型没有走到那一层时，应当抛出 `KeyError`，抛出的却是 `{type(error).__name__}`。",
+            en=f"When the model does not reach the layer a `KeyError` is wanted; raised was `{type(error).__name__}`.",
+        )
+    if isinstance(got, Tensor) and got.shape == bright.shape and torch.equal(got, bright):
+        refuse(
+            "stale",
+            zh="第二次调用没有走到 `extra`，返回的却是第一次调用的值。上一次的值存在哪里？",
+            en="The second call did not reach `extra`, and what came back is the value of the first call. Where was that "
+            "one stored?",
+        )
+    refuse(
+        "no_error",
+        zh=f"模型没有走到那一层时，应当抛出 `KeyError`，函数却返回了 `{type(got).__name__}`。",
+        en=f"When the model does not reach the layer a `KeyError` is wanted; a `{type(got).__name__}` came back.",
+    )
+
+
+_STALE = {}
+
+
+def stale(model, name, x):
+    def keep(module, args, output):
+        _STALE[name] = output.detach().clone()
+
+    with model.get_submodule(name).register_forward_hook(keep):
+        model(x)
+    return _STALE[name]
+
+
+def _feature_with(keep, *, clean=True):
+    """A wrong answer that keeps `keep(output)`; `clean` takes the hook off."""
+
+    def answer(model, name, x):
+        kept = {}
+        handle = model.get_submodule(name).register_forward_hook(
+            lambda module, args, output: kept.update({name: keep(output)})
+        )
+        try:
+            model(x)
+        finally:
+            if clean:
+                handle.remove()
+        return kept[name]
+
+    return answer
+
+
+def left_after_error(model, name, x):
+    kept = {}
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: kept.update({name: output.detach().clone()})
+    )
+    model(x)
+    handle.remove()
+    return kept[name]
+
+
+def replaced_output(model, name, x):
+    kept = {}
+
+    def keep(module, args, output):
+        kept[name] = output.detach().clone()
+        return output.detach().clone()
+
+    with model.get_submodule(name).register_forward_hook(keep):
+        model(x)
+    return kept[name]
+
+
+def index_error(model, name, x):
+    kept = []
+    hook = lambda module, args, output: kept.append(output.detach().clone())  # noqa: E731
+    with model.get_submodule(name).register_forward_hook(hook):
+        model(x)
+    return kept[0]
+
+
+def no_error(model, name, x):
+    kept = {}
+    hook = lambda module, args, output: kept.update({name: output.detach().clone()})  # noqa: E731
+    with model.get_submodule(name).register_forward_hook(hook):
+        model(x)
+    return kept.get(name)
+
+
+def feature_removed_others(model, name, x):
+    try:
+        return feature(model, name, x)
+    finally:
+        model.get_submodule(name)._forward_hooks.clear()
+
+
+def ran_twice(model, name, x):
+    model(x)
+    return feature(model, name, x)
+
+
+def mode_changed(model, name, x):
+    return feature(model.eval(), name, x)
+
+
+def feature_grad_left_off(model, name, x):
+    torch.set_grad_enabled(False)
+    return feature(model, name, x)
+
+
+def hid_error(model, name, x):
+    kept = {}
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: kept.update({name: output.detach().clone()})
+    )
+    try:
+        model(x)
+    except Exception:
+        pass
+    finally:
+        handle.remove()
+    return kept[name]
+
+
+FEATURE = Exercise(
+    "24.A",
+    examine_feature,
+    feature,
+    {
+        "overwritten": _feature_with(Tensor.detach),
+        "keeps_graph": _feature_with(Tensor.clone),
+        "left_behind": _feature_with(lambda output: output.detach().clone(), clean=False),
+        "left_after_error": left_after_error,
+        "removed_others": feature_removed_others,
+        "stale": stale,
+        "other_error": index_error,
+        "no_error": no_error,
+        "replaced_output": replaced_output,
+        "returned_nothing": lambda model, name, x: print(end=str(feature(model, name, x))[:0]),
+        "not_called": lambda model, name, x: model.get_submodule(name).forward(x).detach(),
+        "ran_twice": ran_twice,
+        "mode_changed": mode_changed,
+        "grad_left_off": feature_grad_left_off,
+        "hid_error": hid_error,
+        "wrong_shape": lambda model, name, x: model(x).detach(),
+        "wrong_type": lambda model, name, x: {name: feature(model, name, x)},
+    },
+    zh="不带计算图，改写不了，钩子不留，没走到就报错：四个毛病一个也没有。",
+    en="No graph, nothing overwritten, no hook left, an error where the layer was not reached: none of the four flaws.",
+)
+
+# ---- 24.B: embeddings, batch by batch ----
+
+
+def embed(model, name, batches):
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), features(model, name, keep=lambda t: t.mean((2, 3))) as f:
+            return torch.cat([f.run(batch)[name] for batch in batches])
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+class _Images(nn.Module):
+    """The stem is frozen in evaluation mode, the rest trains; a ReLU in place follows `norm`."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+        self.drop, self.conv, self.norm = nn.Dropout(0.5), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(6, 2)
+        self.stem.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.relu(self.norm(self.conv(self.drop(self.stem(x))))).mean((2, 3)))
+
+
+def examine_embed(answer):
+    torch.manual_seed(0)
+    model, seen = _Images(), []
+    batches = [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8), torch.randn(1, 1, 8, 8)]
+    want = embed(deepcopy(model), "norm", batches)
+    ruined = embed(deepcopy(model), "relu", batches)
+    model.norm.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), module.training)))
+    modes = [module.training for module in model.modules()]
+    hooks = _Hooks(model)
+    try:
+        got = answer(model, "norm", batches)
+    finally:
+        more, grad_mode = hooks.left(), torch.is_grad_enabled()
+    _examine_seen(seen)
+    _examine_embedding(got, want, ruined)
+    hooks.examine(more)
+    _examine_modes(model, modes)
+    _examine_grad_mode(grad_mode)
+    if not all(param.requires_grad for param in model.parameters()):
+        refuse(
+            "froze",
+            zh="函数返回以后，模型的参数不再需要梯度：它没法训练了。",
+            en="After the function has returned parameters of the model no longer require gradients: it cannot be trained.",
+        )
+
+
+def _examine_seen(seen):
+    if not seen:
+        refuse(
+            "not_called",
+            zh="我们事先挂在 `norm` 上的钩子没有触发：模型没有运行。",
+            en="A hook that we had hung on `norm` did not fire: the model was not run.",
+        )
+    if any(training for _, training in seen):
+        refuse(
+            "train_mode",
+            zh="`norm` 是在训练模式下运行的：Dropout 在随机丢，BatchNorm 的统计量也被你改了。",
+            en="`norm` ran in training mode: dropout drops at random, and you have changed the statistics of batch norm.",
+        )
+    sizes = [size for size, _ in seen]
+    if sizes != [4, 4, 1]:
+        refuse(
+            "not_batch_by_batch",
+            zh=f"给的是 3 批，大小 `[4, 4, 1]`；模型实际收到的是 `{sizes}`。",
+            en=f"Given were 3 batches of sizes `[4, 4, 1]`; what the model received is `{sizes}`.",
+        )
+
+
+def _examine_embedding(got, want, ruined):
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回一个张量。",
+            en="The function returned `None`; one tensor is wanted.",
+        )
+    if isinstance(got, list | tuple):
+        refuse(
+            "not_joined",
+            zh=f"返回的是 `{type(got).__name__}`，里面有 {len(got)} 项。各批要接成一个张量。",
+            en=f"A `{type(got).__name__}` of {len(got)} came back. Join the batches into one tensor.",
+        )
+    if isinstance(got, Tensor) and len(got) == 1:
+        refuse(
+            "last_batch_only",
+            zh="9 张图只返回了 1 行：留下的只有最后一批。",
+            en="For 9 images 1 row came back: only the last batch was kept.",
+        )
+    if isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, ruined, atol=1e-5):
+        refuse(
+            "overwritten",
+            zh="得到的是 ReLU 之后的平均值：你取平均的时候，`norm` 的输出已经被改写了。",
+            en="These are the means after ReLU: by the time you took the mean, the output of `norm` had been overwritten.",
+        )
+    expect_like(got, want, "返回值", "what is returned")
+    if got.requires_grad:
+        refuse(
+            "keeps_graph",
+            zh="数值对了，但返回的张量还连着计算图：每一批的中间结果都还在内存里。",
+            en="The values are right, but what came back is attached to the graph: what every batch computed on the way is "
+            "still in memory.",
+        )
+
+
+def _examine_modes(model, modes):
+    now = [module.training for module in model.modules()]
+    if now != modes and not model.training:
+        refuse(
+            "left_in_eval",
+            zh="模型原本在训练模式，函数返回以后却留在评估模式。",
+            en="The model was in training mode and is still in evaluation mode after the function.",
+        )
+    if now != modes:
+        refuse(
+            "unfroze",
+            zh="`stem` 原本冻结在评估模式，现在却回到了训练模式：它的 BatchNorm 又会跟着数据变。",
+            en="`stem` had been frozen in evaluation mode and is back in training mode: its batch norm will follow the data "
+            "again.",
+        )
+
+
+def _restoring(run):
+    """A wrong answer: `run` in evaluation mode, and every flag restored."""
+
+    def answer(model, name, batches):
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            return run(model, name, batches)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    return answer
+
+
+def _means(model, name, batches, keep=lambda t: t.mean((2, 3))):
+    with features(model, name, keep=keep) as f:
+        return [f.run(batch)[name] for batch in batches]
+
+
+@_restoring
+@torch.no_grad()
+def mean_afterwards(model, name, batches):
+    kept, rows = {}, []
+    with model.get_submodule(name).register_forward_hook(lambda m, a, output: kept.update({name: output})):
+        for batch in batches:
+            model(batch)
+            rows.append(kept[name].mean((2, 3)))
+    return torch.cat(rows)
+
+
+def unfroze(model, name, batches):
+    with torch.no_grad():
+        rows = _means(model.eval(), name, batches)
+    model.train()
+    return torch.cat(rows)
+
+
+@_restoring
+def grad_left_off(model, name, batches):
+    torch.set_grad_enabled(False)
+    return torch.cat(_means(model, name, batches))
+
+
+@_restoring
+@torch.no_grad()
+def embed_left_behind(model, name, batches):
+    f = features(model, name, keep=lambda t: t.mean((2, 3)))
+    return torch.cat([f.run(batch)[name] for batch in batches])
+
+
+@torch.no_grad()
+def train_mode(model, name, batches):
+    return torch.cat(_means(model, name, batches))
+
+
+@_restoring
+@torch.no_grad()
+def last_batch_only(model, name, batches):
+    with features(model, name, keep=lambda t: t.mean((2, 3))) as f:
+        for batch in batches:
+            model(batch)
+    return f[name]
+
+
+def froze(model, name, batches):
+    return embed(model.requires_grad_(False), name, batches)
+
+
+def embed_removed_others(model, name, batches):
+    try:
+        return embed(model, name, batches)
+    finally:
+        model.get_submodule(name)._forward_pre_hooks.clear()
+
+
+EMBED = Exercise(
+    "24.B",
+    examine_embed,
+    embed,
+    {
+        "train_mode": train_mode,
+        "left_in_eval": lambda model, name, batches: embed(model.eval(), name, batches),
+        "unfroze": unfroze,
+        "overwritten": mean_afterwards,
+        "keeps_graph": _restoring(lambda *given: torch.cat(_means(*given))),
+        "last_batch_only": last_batch_only,
+        "not_joined": _restoring(torch.no_grad()(_means)),
+        "not_batch_by_batch": lambda model, name, batches: embed(model, name, [torch.cat(batches)]),
+        "grad_left_off": grad_left_off,
+        "froze": froze,
+        "left_behind": embed_left_behind,
+        "removed_others": embed_removed_others,
+        "wrong_shape": _restoring(
+            torch.no_grad()(lambda *given: torch.cat(_means(*given, keep=lambda t: t.detach().clone())))
+        ),
+        "returned_nothing": lambda model, name, batches: print(end=str(embed(model, name, batches))[:0]),
+        "not_called": lambda model, name, batches: torch.zeros(9, 6),
+        "raised": _restoring(
+            torch.no_grad()(lambda *given: torch.cat(_means(*given, keep=lambda t: t.mean((2, 3)).squeeze())))
+        ),
+    },
+    zh="一批一批地算，每批只留几个数，模型和梯度开关都和原来一样。",
+    en="One batch at a time, a few numbers kept of each, and the model and the switch for gradients as they were.",
+)
+
+# ---- 24.C: whose output was overwritten later ----
+
+
+def overwritten(model, x):
+    seen, handles = [], []
+    for name, module in model.named_modules():
+
+        def keep(module, args, output, name=name):
+            seen.append((name, output, output._version))
+
+        handles.append(module.register_forward_hook(keep))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, output, version in seen if output._version != version]
+
+
+class _Mixed(nn.Module):
+    """A ReLU in place, one that is not, a `+=`, and an edit in place of what a Sequential returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+        self.plain, self.relu, self.second = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+        self.pair, self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.relu(self.plain(self.block(x)))
+        added = self.second(hidden)
+        added += x
+        return self.head(self.pair(added).mul_(2))
+
+
+EDITED, CULPRIT = {"block.0", "second", "pair", "pair.1"}, "block.1"  # `block` returns what `block.1` returns
+
+
+def examine_overwritten(answer):
+    torch.manual_seed(0)
+    model = _Mixed()
+    model.block.register_forward_hook(lambda *args: None)
+    got = _names_found(answer, model, torch.randn(6, 4))
+    if got == {CULPRIT}:
+        refuse(
+            "only_culprits",
+            zh="列出的是动手改写的层。要的是输出被别人改写的层。",
+            en="The layers listed are those that do the writing. Wanted are those whose output is written over.",
+        )
+    if got == {"head"}:
+        refuse(
+            "last_name",
+            zh="列出的全是最后一层的名字：每个钩子都在循环结束以后才去查 `name`。",
+            en="Only the name of the last layer is listed: every hook looks up `name` after the loop is over.",
+        )
+    if not got:
+        refuse(
+            "nothing_found",
+            zh="一层也没找到，而 `block.0` 后面就是原地的 ReLU。你是什么时候记下那一层的原样的？",
+            en="None was found, yet a ReLU in place follows `block.0`. When do you note what a layer's output is like?",
+        )
+    if got == EDITED - {"block.0", "pair.1"}:
+        refuse(
+            "children_only",
+            zh="只看了最外面一层的子模块，`block.0` 这样更深的没有看。",
+            en="Only the outermost children were looked at, not deeper ones such as `block.0`.",
+        )
+    if got - {"block"} == EDITED | {CULPRIT}:
+        refuse(
+            "counted_culprit",
+            zh=f"多了 `{CULPRIT}`：它自己动手改写，但是它的输出返回以后，谁也没有再改。",
+            en=f"`{CULPRIT}` is one too many: it does the writing, but after it has returned nobody edits its output.",
+        )
+    if got == {"block.0"}:
+        refuse(
+            "relu_only",
+            zh="只找到了 ReLU 之前的那一层。`+=` 和 `mul_` 不是模块，也会改写。",
+            en="Only the layer before ReLU was found. `+=` and `mul_` are no modules, and they overwrite too.",
+        )
+    _expect_names(got, EDITED, "一个小模型", "a small model")
+    _examine_squeezenet(answer)
+
+
+def _names_found(answer, model, x):
+    hooks = _Hooks(model)
+    try:
+        got = answer(model, x)
+    finally:
+        more = hooks.left()
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回一个列表。",
+            en="The function returned `None`; a list is wanted.",
+        )
+    if not isinstance(got, list | tuple | set) or not all(isinstance(name, str) for name in got):
+        refuse(
+            "not_names",
+            zh=f"应当返回名字的列表，得到的是 `{type(got).__name__}`，里面不全是字符串。",
+            en=f"Return a list of names; found a `{type(got).__name__}` that holds other things than strings.",
+        )
+    hooks.examine(more)
+    return set(got)
+
+
+def _expect_names(got, want, where_zh, where_en):
+    if got != want:
+        missing, extra = (sorted(names)[:3] for names in (want - got, got - want))
+        refuse(
+            "wrong_names",
+            zh=f"在{where_zh}上，漏掉的有 `{missing}`，多出来的有 `{extra}`（各列三个）。",
+            en=f"On {where_en} these are missing: `{missing}`, and these are too many: `{extra}` (three of each at most).",
+        )
+
+
+def _examine_squeezenet(answer):
+    from torchvision.models import squeezenet1_1
+
+    model, x = squeezenet1_1().eval(), torch.randn(1, 3, 48, 48)
+    _expect_names(
+        _names_found(answer, model, x), set(overwritten(model, x)), " `squeezenet1_1` ", "`squeezenet1_1`"
+    )
+
+
+def _recording(model, x, note, judge, names=lambda model: model.named_modules(), clean=True):
+    """A wrong answer: `note(output)` in a hook of each layer, then those for which `judge` says so."""
+    seen, handles = [], []
+    for name, module in names(model):
+
+        def keep(module, args, output, name=name):
+            seen.append((name, output, note(output)))
+
+        handles.append(module.register_forward_hook(keep))
+    model(x)
+    for handle in handles if clean else ():
+        handle.remove()
+    return [name for name, output, noted in seen if judge(output, noted)]
+
+
+def _edited(output, version):
+    return output._version != version
+
+
+def last_name(model, x):
+    seen, handles = [], []
+    for name, module in model.named_modules():
+
+        def keep(module, args, output):
+            seen.append((output, output._version, lambda: name))  # noqa: B023
+
+        handles.append(module.register_forward_hook(keep))
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return [named() for output, version, named in seen if output._version != version]
+
+
+def relu_only(model, x):
+    found, outputs, handles = [], {}, []
+    for name, module in model.named_modules():
+
+        def before(module, args, name=name):
+            if getattr(module, "inplace", False):
+                found.extend(other for other, output in outputs.items() if output is args[0])
+
+        def after(module, args, output, name=name):
+            outputs[name] = output
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _pieces(model):
+    return [(name, module) for name, module in model.named_modules() if not list(module.children())]
+
+
+OVERWRITTEN = Exercise(
+    "24.C",
+    examine_overwritten,
+    overwritten,
+    {
+        "counted_culprit": lambda model, x: _recording(model, x, id, lambda output, _: output._version > 0),
+        "only_culprits": lambda model, x: [
+            name for name, module in model.named_modules() if getattr(module, "inplace", False)
+        ],
+        "nothing_found": lambda model, x: _recording(
+            model, x, Tensor.detach, lambda output, noted: not torch.equal(output, noted)
+        ),
+        "relu_only": relu_only,
+        "last_name": last_name,
+        "children_only": lambda model, x: _recording(
+            model, x, lambda output: output._version, _edited, names=nn.Module.named_children
+        ),
+        "wrong_names": lambda model, x: _recording(
+            model, x, lambda output: output._version, _edited, names=_pieces
+        ),
+        "left_behind": lambda model, x: _recording(
+            model, x, lambda output: output._version, _edited, clean=False
+        ),
+        "not_names": lambda model, x: [model.get_submodule(name) for name in overwritten(model, x)],
+        "returned_nothing": lambda model, x: print(end=str(overwritten(model, x))[:0]),
+    },
+    zh="版本计数器什么原地操作都记得，不管是不是模块。`features` 就靠它报错。",
+    en="The version counter remembers every edit in place, by a module or not. It is what `features` goes by.",
+)
+
+CHECKS = [
+    Prediction(
+        "24.1",
+        zh="输入 28×28，到 `layer4` 只剩 1×1；一个数的平均值就是它自己，池化什么也没做。",
+        en="From 28×28 only 1×1 is left at `layer4`; the mean of one number is that number, and pooling does nothing.",
+    ),
+    Prediction(
+        "24.2",
+        zh="特征带着 `grad_fn`，顺着它，整张计算图都活着；图里存着反向要用的每一个卷积输出。特征本身只有 16 KiB。",
+        en="The feature carries a `grad_fn`, and through it the whole graph lives, with every conv output that backward would "
+        "need. The feature itself is 16 KiB.",
+    ),
+    Prediction(
+        "24.3",
+        zh="暗的批次没有走到 `refine`，钩子没有触发，字典里还是亮的那一批的值，谁也没有清掉它。",
+        en="The dark batch did not reach `refine`, the hook did not fire, and the dictionary still holds the value of the "
+        "bright batch: nobody cleared it.",
+    ),
+    Prediction(
+        "24.4",
+        zh="一个负数也没有：我们看到的是 ReLU 的输出，虽然要的是 `bn1`。",
+        en="Not one is negative: what we see is the output of ReLU, though `bn1` was asked for.",
+    ),
+    Prediction(
+        "24.5",
+        zh="单独要 `bn1` 时，后面的 ReLU 被删掉了，没人改写它；多要一层，ReLU 就得运行，而返回的值没有复制过。答案随着你还要了别的什么而变。",
+        en="With `bn1` alone the ReLU behind it is cut away and nobody writes over it; ask for a later layer and ReLU must run, "
+        "on a value that is not cloned. The answer depends on what else you ask for.",
+    ),
+    FEATURE,
+    EMBED,
+    OVERWRITTEN,
+]

@@ -1,0 +1,735 @@
+"""Checks of notebook 25: clipping gradients."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from hooklab import clip, clip_gradients, select
+from hooklab.exercises.check import Exercise, Prediction, refuse
+
+# ---- 25.A: how much would clipping touch? ----
+
+
+def clipped_share(model, bound):
+    grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+    return (torch.cat(grads).abs() > bound).double().mean().item()
+
+
+def examine_share(answer):
+    torch.manual_seed(0)
+    for bound in (0.5, 2.0):
+        _examine_share(answer, bound)
+
+
+def _examine_share(answer, bound):
+    """Gradients of a GRU in whole multiples of half the bound: some are at the bound, and shares are exact."""
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "rnn": nn.GRU(2, 3), "head": nn.Linear(3, 6)})
+    model["embed"].requires_grad_(False)
+    params = [param for param in model.parameters() if param.requires_grad]
+    for number, param in enumerate(params):
+        size = 7 if number == 0 else 4  # so that the parameters have different shares
+        param.grad = torch.randint(-size, size, param.shape) * bound / 2
+    params[-1].grad = None  # not used in this backward
+    grads = torch.cat([param.grad.flatten() for param in params[:-1]])
+    before = copy.deepcopy([param.grad for param in params])
+    got = answer(model, bound)
+    if any(old is not None and not torch.equal(param.grad, old)
+           for param, old in zip(params, before, strict=True)):  # fmt: skip
+        refuse(
+            "changed_gradients",
+            zh="梯度被改动了：要的是看一眼，不是真的裁剪。`clip_grad_value_` 和 `clamp_` 都原地改。",
+            en="The gradients were changed: look, and do not clip. `clip_grad_value_` and `clamp_` work in place.",
+        )
+    if not isinstance(got, int | float) and not (isinstance(got, Tensor) and got.numel() == 1):
+        refuse(
+            "wrong_type",
+            zh=f"应当返回一个数，得到的是 `{type(got).__name__}`。",
+            en=f"Return one number; found `{type(got).__name__}`.",
+        )
+    _examine_number(float(got), grads, bound, model)
+
+
+def _examine_number(got, grads, bound, model):
+    beyond = grads.abs() > bound
+    want, total = beyond.double().mean().item(), sum(param.numel() for param in model.parameters())
+    if abs(got - want) < 1e-4:
+        return
+    if got > 1:
+        refuse(
+            "not_a_share",
+            zh=f"应当在 0 和 1 之间，得到的是 `{got:.4g}`：是个数，还是百分数？",
+            en=f"Expected between 0 and 1, found `{got:.4g}`: is it a count, or per cent?",
+        )
+    if abs(got - (grads.abs() >= bound).double().mean().item()) < 1e-4:
+        refuse(
+            "counts_the_bound",
+            zh=f"正好等于 ±`{bound}` 的元素也算进去了，可裁剪不会改变它们。",
+            en=f"Entries that equal ±`{bound}` were counted too, and clipping does not change those.",
+        )
+    if abs(got - (grads > bound).double().mean().item()) < 1e-4:
+        refuse(
+            "one_sided",
+            zh=f"小于 -`{bound}` 的元素没有数到：上下限有两边。",
+            en=f"Entries below -`{bound}` were not counted: there are two bounds.",
+        )
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    if any(abs(got - beyond.sum().item() / count) < 1e-4 for count in (total, trained)):
+        refuse(
+            "counts_missing",
+            zh=f"分子对，分母不对：有梯度的元素一共 `{len(grads)}` 个。没有梯度的参数是不是也数进去了？",
+            en=f"The count is right, what it is divided by is not: `{len(grads)}` entries have a gradient. Were parameters "
+            "without one counted in?",
+        )
+    if abs(got - (weights.abs() > bound).double().mean().item()) < 1e-4:
+        refuse(
+            "weights",
+            zh="这是参数的数值越界的占比；要数的是梯度。",
+            en="This is the share of the parameters' own values beyond the bound; count their gradients.",
+        )
+    shares = [
+        (param.grad.abs() > bound).double().mean() for param in model.parameters() if param.grad is not None
+    ]
+    if abs(got - torch.stack(shares).mean().item()) < 1e-4:
+        refuse(
+            "mean_of_shares",
+            zh="这是各参数占比的平均：一个只有几个元素的偏置，和一个大矩阵算得一样重。要把所有元素放在一起数。",
+            en="This is the mean of the parameters' shares: a bias of a few entries weighs as much as a large matrix. Count "
+            "all entries together.",
+        )
+    refuse(
+        "wrong_share",
+        zh=f"`{len(grads)}` 个元素里有 `{int(beyond.sum())}` 个超出 ±`{bound}`，得到的却是 `{got:.4g}`。",
+        en=f"Of `{len(grads)}` entries `{int(beyond.sum())}` are beyond ±`{bound}`; found `{got:.4g}`.",
+    )
+
+
+def _shares(model, beyond):
+    return [beyond(param.grad) for param in model.parameters() if param.grad is not None]
+
+
+def _all_grads(model):
+    return torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+
+
+def share_by_clipping(model, bound):
+    before = _all_grads(model).clone()
+    nn.utils.clip_grad_value_(model.parameters(), bound)
+    return (before != _all_grads(model)).double().mean()
+
+
+def share_of_all(model, bound):
+    return (_all_grads(model).abs() > bound).sum() / sum(param.numel() for param in model.parameters())
+
+
+def share_of_tensors(model, bound):
+    touched = _shares(model, lambda grad: bool((grad.abs() > bound).any()))
+    return sum(touched) / len(touched)
+
+
+SHARE = Exercise(
+    "25.A",
+    examine_share,
+    clipped_share,
+    {
+        "changed_gradients": share_by_clipping,
+        "not_a_share": lambda model, bound: (_all_grads(model).abs() > bound).sum().item(),
+        "counts_the_bound": lambda model, bound: (_all_grads(model).abs() >= bound).double().mean(),
+        "one_sided": lambda model, bound: (_all_grads(model) > bound).double().mean(),
+        "counts_missing": share_of_all,
+        "mean_of_shares": lambda model, bound: torch.stack(
+            _shares(model, lambda grad: (grad.abs() > bound).double().mean())
+        ).mean(),
+        "weights": lambda model, bound: (
+            (torch.cat([param.flatten() for param in model.parameters()]).abs() > bound).double().mean()
+        ),
+        "wrong_share": share_of_tensors,
+        "wrong_type": lambda model, bound: _all_grads(model).abs() > bound,
+        "raised": lambda model, bound: torch.cat([param.grad.flatten() for param in model.parameters()]),
+    },
+    zh="定上限之前先看这个数：占比很高，说明裁剪改写了大半梯度；一直是 0，说明它从不起作用。",
+    en="Look at this number before choosing a bound: if it is high, clipping rewrites most of the gradient; if it is always 0, "
+    "clipping does nothing.",
+)
+
+# ---- 25.B: a bound for each part of a language model ----
+
+
+def clip_by_group(model, bounds):
+    handles = []
+    for pattern, bound in bounds.items():
+        hook = clip(-bound, bound)
+        for layer in select(model, pattern).values():
+            handles += [param.register_hook(hook) for param in layer.parameters() if param.requires_grad]
+    return handles
+
+
+class _LanguageModel(nn.Module):
+    """Two GRU blocks with a norm each, and a head whose name begins like that of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"rnn": nn.GRU(3, 3, batch_first=True), "norm": nn.LayerNorm(3)}) for _ in range(2)
+        )
+        self.head = nn.Linear(3, 5)
+        self.head_extra = nn.Linear(3, 5)
+        self.blocks[0]["norm"].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block["norm"](block["rnn"](x)[0])
+        return self.head(x) + self.head_extra(x)
+
+
+class _Sum(nn.Module):
+    """Two layers whose parameters are added and so receive a gradient in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.left.weight + self.right.weight) * x
+
+
+def examine_groups(answer):
+    torch.manual_seed(0)
+    _examine_groups(answer, {"embed": 0.5, "blocks.*": 0.25, "head": 0.125})
+    _examine_groups(answer, {"**.norm": 0.25, "embed": 1.0})
+    _examine_groups(answer, {"blocks.1.rnn": 0.5})
+    for names in (("left", "right"), ("right", "left")):
+        _examine_neighbour(answer, *names)
+
+
+def _examine_groups(answer, bounds):
+    model, tokens = _LanguageModel(), torch.randint(5, (4, 6))
+    plain = _gradients(model, tokens)
+    model.zero_grad()
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    handles = answer(model, dict(bounds))
+    found = handles if isinstance(handles, list | tuple) else [handles]
+    wrong = [item for item in found if not hasattr(item, "remove")]
+    if wrong or not isinstance(handles, list | tuple):
+        kind = type((wrong or [handles])[0]).__name__
+        refuse(
+            "no_handles",
+            zh=f"应当返回句柄的列表，好让别人取下钩子；得到的是 `{kind}`。",
+            en=f"Return a list of handles, so that the hooks can be taken off; found `{kind}`.",
+        )
+    for name, param in model.named_parameters():
+        if param.requires_grad == (name in frozen):
+            refuse(
+                "thawed",
+                zh=f"`{name}` 的 `requires_grad` 变了。冻结的参数不挂钩子，也不要解冻。",
+                en=f"`requires_grad` of `{name}` was changed. A frozen parameter gets no hook, and stays frozen.",
+            )
+    _compare(model, plain, _gradients(model, tokens), bounds)
+    for handle in handles:
+        handle.remove()
+    if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, tokens).items()):
+        refuse(
+            "not_removable",
+            zh="对返回的每个句柄都调用了 `.remove()`，梯度还是被裁剪：有的钩子没有交出句柄。",
+            en="After `.remove()` of every handle that was returned the gradients are still clipped: a hook is there whose "
+            "handle was not handed out.",
+        )
+
+
+def _gradients(model, x):
+    model.zero_grad()
+    (10 * model(x).square().sum()).backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def _compare(model, plain, found, bounds):
+    wanted_bounds = {}
+    for pattern, bound in bounds.items():
+        for layer in select(model, pattern):
+            for name in plain:
+                if name.startswith(f"{layer}."):
+                    wanted_bounds[name] = bound
+    last = list(bounds.values())[-1]
+    chosen = [name for name in plain if name in wanted_bounds]
+    if all(torch.allclose(found[name], plain[name]) for name in chosen):
+        refuse(
+            "not_clipped",
+            zh="梯度和不挂钩子时一样。钩子挂上了吗，函数返回之后还在吗？它返回了新值吗？",
+            en="The gradients are what they are without hooks. Were hooks hung, are they still there after the call, and do they "
+            "return the new value?",
+        )
+    if len(set(bounds.values())) > 1 and all(
+        torch.allclose(found[name], plain[name].clamp(-last, last)) for name in chosen
+    ):
+        refuse(
+            "last_bound",
+            zh=f"每一组用的都是最后一个上限 `{last}`。循环变量要到钩子触发时才去读，那时循环早就结束了。",
+            en=f"Every group uses the last bound, `{last}`. A loop variable is read when the hook fires, and by then the loop "
+            "is over.",
+        )
+    for name in plain:
+        if name not in wanted_bounds and not torch.allclose(found[name], plain[name]):
+            refuse(
+                "clipped_others",
+                zh=f"`{list(bounds)}` 没有选中 `{name}`，它的梯度却变了。",
+                en=f"`{list(bounds)}` do not choose `{name}`, and its gradient has changed.",
+            )
+    for name in chosen:
+        _compare_one(name, plain[name], found[name], wanted_bounds[name])
+
+
+def _compare_one(name, plain, found, bound):
+    if torch.allclose(found, plain.clamp(-bound, bound)):
+        return
+    if torch.allclose(found, plain):
+        refuse(
+            "missed",
+            zh=f"`{name}` 在选中的层里，梯度却没有裁剪。选中一层，它里面各层的参数也都算。",
+            en=f"`{name}` is inside a chosen layer, and its gradient was not clipped. With a layer, the parameters of the layers "
+            "inside it are chosen too.",
+        )
+    if torch.allclose(found, plain.clamp(max=bound)):
+        refuse(
+            "one_sided",
+            zh=f"`{name}` 的梯度只有上限 `{bound}`，没有下限。",
+            en=f"The gradient of `{name}` has the upper bound `{bound}` and no lower one.",
+        )
+    refuse(
+        "wrong_values",
+        zh=f"`{name}` 的每个元素都应截到 ±`{bound}`；梯度变了，变得不是这样。",
+        en=f"Every entry of `{name}` should be clipped to ±`{bound}`; the gradient has changed, but not like that.",
+    )
+
+
+def _examine_neighbour(answer, hooked, other):
+    model = _Sum()
+    answer(model, {hooked: 1.0})
+    model(torch.full((1, 2), 5.0)).sum().backward()
+    if not (getattr(model, other).weight.grad == 5).all():
+        refuse(
+            "edited_in_place",
+            zh="两个参数相加，只裁其中一个，另一个的梯度也从 `5` 变成了别的：钩子改了传进来的 `grad`，而那块内存是两者共用的。",
+            en="Two parameters are added and one of them is clipped, and the gradient of the other is no longer `5` either: the "
+            "hook edits the `grad` it is given, whose memory the two share.",
+        )
+
+
+def _hang(model, bounds, hook_for, layers=select):
+    return [
+        param.register_hook(hook_for(bound))
+        for pattern, bound in bounds.items()
+        for layer in layers(model, pattern).values()
+        for param in layer.parameters()
+        if param.requires_grad
+    ]
+
+
+def _pure(bound):
+    return lambda grad: grad.clamp(-bound, bound)
+
+
+def group_last_bound(model, bounds):
+    handles = []
+    for pattern, bound in bounds.items():
+        for layer in select(model, pattern).values():
+            for param in layer.parameters():
+                if param.requires_grad:
+                    handles.append(param.register_hook(lambda grad: grad.clamp(-bound, bound)))  # noqa: B023
+    return handles
+
+
+def group_by_prefix(model, bounds):
+    return [
+        param.register_hook(_pure(bound))
+        for pattern, bound in bounds.items()
+        for name, param in model.named_parameters()
+        if name.startswith(pattern.rstrip(".*")) and param.requires_grad
+    ]
+
+
+def group_frozen_too(model, bounds):
+    layers = [
+        (layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()
+    ]
+    return [param.register_hook(_pure(bound)) for layer, bound in layers for param in layer.parameters()]
+
+
+def group_thawed(model, bounds):
+    for param in model.parameters():
+        param.requires_grad_(True)
+    return clip_by_group(model, bounds)
+
+
+def group_own_parameters(model, bounds):
+    layers = [
+        (layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()
+    ]
+    return [
+        param.register_hook(_pure(bound))
+        for layer, bound in layers
+        for param in layer.parameters(recurse=False)
+        if param.requires_grad
+    ]
+
+
+def group_within(model, bounds):
+    """The hooks are gone at the end of `with`."""
+    for pattern, bound in bounds.items():
+        for layer in select(model, pattern).values():
+            with clip_gradients(layer, -bound, bound):
+                pass
+    return []
+
+
+def group_norm(bound):
+    return lambda grad: grad * (bound / grad.norm()).clamp(max=1)
+
+
+GROUPS = Exercise(
+    "25.B",
+    examine_groups,
+    clip_by_group,
+    {
+        "last_bound": group_last_bound,
+        "edited_in_place": lambda model, bounds: _hang(
+            model, bounds, lambda bound: lambda grad: grad.clamp_(-bound, bound)
+        ),
+        "clipped_others": group_by_prefix,
+        "missed": group_own_parameters,
+        "not_clipped": group_within,
+        "one_sided": lambda model, bounds: _hang(
+            model, bounds, lambda bound: lambda grad: grad.clamp(max=bound)
+        ),
+        "wrong_values": lambda model, bounds: _hang(model, bounds, group_norm),
+        "no_handles": lambda model, bounds: clip_by_group(model, bounds) and None,
+        "not_removable": lambda model, bounds: clip_by_group(model, bounds)[:1],
+        "thawed": group_thawed,
+        "raised": group_frozen_too,
+    },
+    zh="每一组都按自己的上限裁剪，别的参数分毫未动，钩子也能全部取下。",
+    en="Each group is clipped to its own bound, no other parameter is touched, and all hooks can be taken off.",
+)
+
+# ---- 25.C: clip by sample ----
+
+
+def clip_per_sample(model, loss_fn, inputs, targets, max_norm):
+    params = [param for param in model.parameters() if param.requires_grad]
+    totals = [torch.zeros_like(param) for param in params]
+    for i in range(len(inputs)):
+        loss = loss_fn(model(inputs[i : i + 1]), targets[i : i + 1])
+        grads = torch.autograd.grad(loss, params)
+        factor = (max_norm / nn.utils.get_total_norm(grads)).clamp(max=1)
+        for total, grad in zip(totals, grads, strict=True):
+            total += grad * factor
+    for param, total in zip(params, totals, strict=True):
+        param.grad = total
+
+
+def examine_per_sample(answer):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    inputs = torch.tensor([[30.0, -40.0], [0.1, 0.2], [-3.0, -4.0], [1.0, 1.0]])
+    with torch.no_grad():  # one far out, one small, one large, and one without an error
+        targets = model(inputs) - torch.tensor([[2.0], [-0.1], [1.0], [0.0]])
+    _examine_per_sample(answer, model, inputs, targets)
+    deep = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    deep[0].bias.requires_grad_(False)
+    _examine_per_sample(answer, deep, torch.randn(5, 3) * 4, torch.randn(5, 2) * 4)
+
+
+def _examine_per_sample(answer, model, inputs, targets):
+    params = [param for param in model.parameters() if param.requires_grad]
+    before = copy.deepcopy(model.state_dict())
+    samples = [_flat(_of_sample(model, x, y)) for x, y in zip(inputs.split(1), targets.split(1), strict=True)]
+    loss_fn, max_norm = nn.functional.mse_loss, 1.0
+    old = [torch.full_like(param, 100.0) for param in params]
+    for param, gradient in zip(params, old, strict=True):
+        param.grad = gradient.clone()
+    answer(model, loss_fn, inputs, targets, max_norm)
+    if any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
+        refuse(
+            "changed_weights",
+            zh="参数的数值变了：只填 `.grad`，更新是优化器的事。",
+            en="The values of the parameters have changed: fill `.grad` only, updating is for the optimizer.",
+        )
+    if any(param._backward_hooks for param in params):
+        refuse(
+            "left_hooks",
+            zh="函数返回之后，参数上还挂着钩子，下一次普通的反向也会受影响。",
+            en="After the call hooks are still on the parameters, and the next ordinary backward will feel them.",
+        )
+    if any(param.grad is None or torch.equal(param.grad, gradient)
+           for param, gradient in zip(params, old, strict=True)):  # fmt: skip
+        refuse(
+            "no_gradient",
+            zh="有的参数的 `.grad` 是 `None`，或者还是原来的值：结果要存进 `.grad`，不是返回。",
+            en="The `.grad` of some parameter is `None`, or what it was before: put the result into `.grad`, do not return it.",
+        )
+    found = _flat([param.grad for param in params])
+    _diagnose(found, _flat(old), samples, [param.numel() for param in params], max_norm)
+
+
+def _of_sample(model, x, y):
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.autograd.grad(nn.functional.mse_loss(model(x), y), params)
+
+
+def _flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors]).detach()
+
+
+def _capped(tensor, max_norm):
+    return tensor * (max_norm / tensor.norm()).clamp(max=1)
+
+
+def _diagnose(found, old, samples, sizes, max_norm):
+    want = sum(_capped(sample, max_norm) for sample in samples)
+    if torch.allclose(found, want, rtol=1e-3, atol=1e-4):
+        return
+    if found.isnan().any():
+        refuse(
+            "nan_at_zero",
+            zh="`.grad` 里有 NaN：有一个样本的梯度全是 `0`，哪里除以了它的范数？",
+            en="There is NaN in `.grad`: the gradient of one sample is all `0`; where is something divided by its norm?",
+        )
+    parts = [torch.split(sample, sizes) for sample in samples]
+    by_parameter = sum(_flat([_capped(part, max_norm) for part in split]) for split in parts)
+    total = sum(samples)
+    running, running_on_old = torch.zeros_like(old), old
+    for sample in samples:
+        running, running_on_old = (_capped(value + sample, max_norm) for value in (running, running_on_old))
+    guesses = {
+        "running": (
+            [running, running_on_old],
+            "每来一个样本，就把 `.grad` 里到此为止的和裁了一遍；要裁的是这一个样本的梯度。",
+            "With each sample the sum so far in `.grad` was clipped; clip the gradient of that one sample.",
+        ),
+        "added_to_old": (
+            [want + old],
+            "结果加到了原有的 `.grad` 上面；原有的应当丢弃。",
+            "The result was added to what `.grad` held before; that should be dropped.",
+        ),
+        "batch": (
+            [_capped(total, max_norm), _capped(total / len(samples), max_norm)],
+            "这是先求和（或求平均）、再按范数裁剪：离群的样本已经混进去了。",
+            "This is the sum (or the mean) first and then the norm: the outlier is mixed in already.",
+        ),
+        "by_parameter": (
+            [by_parameter],
+            "每个参数各裁各的：一个样本的范数，要把它在全部参数上的梯度合起来算。",
+            "Each parameter was capped by itself: the norm of a sample is that of its gradients over all parameters.",
+        ),
+        "by_entry": (
+            [sum(sample.clamp(-max_norm, max_norm) for sample in samples)],
+            "每个元素被单独截断了，样本梯度的方向变了。要按范数等比例缩短。",
+            "Every entry was clipped on its own, and the direction of a sample's gradient has changed. Shorten by the norm, in "
+            "proportion.",
+        ),
+        "averaged": (
+            [want / len(samples)],
+            "这是平均，要的是求和。",
+            "This is the mean; the sum was asked for.",
+        ),
+        "not_clipped": (
+            [total, total / len(samples)],
+            "这是没有裁剪的梯度。",
+            "This is the gradient without any clipping.",
+        ),
+        "last_one": (
+            [_capped(sample, max_norm) for sample in (samples[0], samples[-1])],
+            "`.grad` 里只有一个样本的份：后来的盖住了先来的。",
+            "`.grad` holds one sample's share: later ones have replaced the earlier.",
+        ),
+        "lengthened": (
+            [sum(sample * max_norm / sample.norm().clamp(min=1e-12) for sample in samples)],
+            "范数小于 `max_norm` 的样本被拉长了，它们应当原样相加。",
+            "Samples whose norm is below `max_norm` were made longer; they should be added as they are.",
+        ),
+    }
+    for reason, (values, zh, en) in guesses.items():
+        if any(torch.allclose(found, value, rtol=1e-3, atol=1e-4) for value in values):
+            refuse(reason, zh=zh, en=en)
+    refuse(
+        "wrong_values",
+        zh=f"`{len(samples)}` 个样本，`max_norm` 是 `{max_norm}`，结果的范数应是 `{want.norm():.4g}`，得到的是 `{found.norm():.4g}`。"
+        "用一层线性模型和两个样本手算一遍。",
+        en=f"With `{len(samples)}` samples and `max_norm` `{max_norm}` the result should have norm `{want.norm():.4g}`; found "
+        f"`{found.norm():.4g}`. Do a linear layer and two samples by hand.",
+    )
+
+
+def _per_sample(model, loss_fn, inputs, targets, share, combine=sum):
+    params = [param for param in model.parameters() if param.requires_grad]
+    shares = [
+        share(torch.autograd.grad(loss_fn(model(x), y), params))
+        for x, y in zip(inputs.split(1), targets.split(1), strict=True)
+    ]
+    for param, *parts in zip(params, *shares, strict=True):
+        param.grad = combine(parts)
+
+
+def _capped_together(grads, max_norm):
+    return [part * (max_norm / nn.utils.get_total_norm(grads)).clamp(max=1) for part in grads]
+
+
+def sample_by_parameter(model, loss_fn, inputs, targets, max_norm):
+    _per_sample(model, loss_fn, inputs, targets, lambda grads: [_capped(part, max_norm) for part in grads])
+
+
+def sample_by_entry(model, loss_fn, inputs, targets, max_norm):
+    _per_sample(
+        model, loss_fn, inputs, targets, lambda grads: [part.clamp(-max_norm, max_norm) for part in grads]
+    )
+
+
+def sample_mean(model, loss_fn, inputs, targets, max_norm):
+    _per_sample(model, loss_fn, inputs, targets, lambda grads: _capped_together(grads, max_norm),
+                lambda parts: sum(parts) / len(parts))  # fmt: skip
+
+
+def sample_last(model, loss_fn, inputs, targets, max_norm):
+    _per_sample(model, loss_fn, inputs, targets, lambda grads: _capped_together(grads, max_norm),
+                lambda parts: parts[-1])  # fmt: skip
+
+
+def sample_normalised(model, loss_fn, inputs, targets, max_norm):
+    def share(grads):
+        return [part * max_norm / nn.utils.get_total_norm(grads).clamp(min=1e-12) for part in grads]
+
+    _per_sample(model, loss_fn, inputs, targets, share)
+
+
+def sample_nan(model, loss_fn, inputs, targets, max_norm):
+    def share(grads):
+        norm = nn.utils.get_total_norm(grads)
+        return [part / norm * norm.clamp(max=max_norm) for part in grads]
+
+    _per_sample(model, loss_fn, inputs, targets, share)
+
+
+def sample_squared(model, loss_fn, inputs, targets, max_norm):
+    def share(grads):
+        square = sum(part.square().sum() for part in grads)
+        return [part * (max_norm / square).clamp(max=1) for part in grads]
+
+    _per_sample(model, loss_fn, inputs, targets, share)
+
+
+def sample_batch(model, loss_fn, inputs, targets, max_norm):
+    model.zero_grad()
+    loss_fn(model(inputs), targets).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def sample_plain(model, loss_fn, inputs, targets, max_norm):
+    model.zero_grad()
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        loss_fn(model(x), y).backward()
+
+
+def sample_running(model, loss_fn, inputs, targets, max_norm):
+    model.zero_grad()
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        loss_fn(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def sample_on_top(model, loss_fn, inputs, targets, max_norm):
+    old = {param: param.grad for param in model.parameters()}
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
+    for param, grad in old.items():
+        if grad is not None:
+            param.grad += grad
+
+
+def sample_hooks(model, loss_fn, inputs, targets, max_norm):
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_hook(lambda grad: _capped(grad, max_norm))
+    sample_plain(model, loss_fn, inputs, targets, max_norm)
+
+
+def sample_step(model, loss_fn, inputs, targets, max_norm):
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def sample_returned(model, loss_fn, inputs, targets, max_norm):
+    model.zero_grad()
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.autograd.grad(loss_fn(model(inputs), targets), params)
+
+
+def sample_frozen(model, loss_fn, inputs, targets, max_norm):
+    params = list(model.parameters())
+    shares = []
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        shares.append(_capped_together(torch.autograd.grad(loss_fn(model(x), y), params), max_norm))
+    for param, *parts in zip(params, *shares, strict=True):
+        param.grad = sum(parts)
+
+
+PER_SAMPLE = Exercise(
+    "25.C",
+    examine_per_sample,
+    clip_per_sample,
+    {
+        "running": sample_running,
+        "by_parameter": sample_by_parameter,
+        "by_entry": sample_by_entry,
+        "batch": sample_batch,
+        "averaged": sample_mean,
+        "last_one": sample_last,
+        "lengthened": sample_normalised,
+        "nan_at_zero": sample_nan,
+        "not_clipped": sample_plain,
+        "added_to_old": sample_on_top,
+        "left_hooks": sample_hooks,
+        "changed_weights": sample_step,
+        "no_gradient": sample_returned,
+        "wrong_values": sample_squared,
+        "raised": sample_frozen,
+    },
+    zh="每个样本的影响都不超过 `max_norm`，离群的再大也一样。",
+    en="No sample counts for more than `max_norm`, however far out it lies.",
+)
+
+CHECKS = [
+    Prediction(
+        "25.1",
+        zh="还是 1：损失是输出之和，偏置的梯度本来就是 1。挂不挂钩子都一样的检验，证明不了什么。",
+        en="Still 1: the loss is the sum of the outputs, and the gradient of the bias is 1 by itself. A test that comes out "
+        "the same with and without the hook proves nothing.",
+    ),
+    Prediction(
+        "25.2",
+        zh="一个也没有。反向不用损失的数值，只用 `log` 的导数 `1 / x`，负数也有倒数。梯度正常，不等于损失正常。",
+        en="None. Backward does not use the value of the loss, only the derivative of `log`, `1 / x`, and negative numbers do "
+        "have a reciprocal. Sound gradients do not mean a sound loss.",
+    ),
+    Prediction(
+        "25.3",
+        zh="每次反向，钩子把 5 裁成 1 再放行，`.grad` 里加起来就超出了上限。钩子看不见已经存下的部分。",
+        en="In each backward the hook clips 5 to 1 and lets it pass; in `.grad` they add up to more than the bound. The hook does "
+        "not see what is stored already.",
+    ),
+    Prediction(
+        "25.4",
+        zh="只有 `b` 自己。参数是叶子，它的梯度不再往前传；`a` 的梯度走的是另一条路，乘的是 `b` 的值，不是 `b` 的梯度。",
+        en="Only `b` itself. A parameter is a leaf, its gradient goes no further; that of `a` travels another way, and is "
+        "multiplied by the value of `b`, not by its gradient.",
+    ),
+    Prediction(
+        "25.5",
+        zh="放大后的梯度是 3072、-512、10.24，全都越界，一律裁成 ±1；缩回来就是 ±1/1024，大小全丢了，只剩正负号。",
+        en="Scaled up the gradients are 3072, -512 and 10.24, all out of bounds, and all become ±1; scaled down that is ±1/1024. "
+        "The sizes are lost, the signs are left.",
+    ),
+    SHARE,
+    GROUPS,
+    PER_SAMPLE,
+]
