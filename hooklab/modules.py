@@ -135,18 +135,18 @@ def features(
 
 
 def with_grad(tensor: Tensor) -> Tensor:
-    """For `keep`: the output without its graph, whose `.grad` becomes the gradient of the last backward.
+    """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
-    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook, and right where the
-    next layer works in place. An output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of
+    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and its
+    gradient are right where the next layer works in place. An output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of
     its own: read that one; nothing is hooked here.
 
     Args:
         tensor: any shape, dtype and device.
 
     Returns:
-        A detached tensor in the same memory. Its `.grad`, None until a gradient arrives, has the same shape; a second
-        backward replaces it.
+        A detached copy. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
+        replaces it.
 
     Raises:
         TypeError: `tensor` is not a tensor; give the function itself, `keep=with_grad`.
@@ -162,7 +162,7 @@ def with_grad(tensor: Tensor) -> Tensor:
         raise TypeError(
             f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"
         )
-    kept = tensor.detach()
+    kept = tensor.detach().clone()
     if tensor.grad_fn is not None:
 
         def arrived(grad: Tensor | None) -> None:

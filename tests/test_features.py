@@ -507,10 +507,10 @@ def test_with_grad_is_right_beside_an_in_place_layer(x):
     plain[1] = nn.ReLU()
     hidden = plain[0](x)
     (expected,) = torch.autograd.grad(plain[1:](hidden).sum(), hidden)
-    grads = []
-    with features(model, "0", keep=lambda t: grads.append(with_grad(t))):
+    with features(model, "0", keep=with_grad) as f:
         model(x).sum().backward()
-    assert torch.equal(grads[0].grad, expected)
+    assert torch.equal(f["0"].grad, expected)
+    assert torch.equal(f["0"], hidden)
 
 
 def test_with_grad_leaves_a_leaf_alone_and_refuses_what_is_no_tensor():
