@@ -137,9 +137,9 @@ def features(
 def with_grad(tensor: Tensor) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
-    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and its
-    gradient are right where the next layer works in place. An output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of
-    its own: read that one; nothing is hooked here.
+    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
+    its gradient are right where the next layer works in place. An output that is a leaf (an `nn.Identity` on your
+    own input) has a `.grad` of its own: read that one; nothing is hooked here.
 
     Args:
         tensor: any shape, dtype and device.

@@ -919,23 +919,25 @@ CHECKS = [
     ),
     Prediction(
         "21.2",
-        zh="`setdefault` 返回存着的值，`lambda` 又把它返回给 PyTorch，于是第二次前向里，`relu1` 的输出被换成了第一次的。"
-        "没有报错，形状也对。",
-        en="`setdefault` returns the stored value, the `lambda` returns that to PyTorch, and so in the second forward the output of "
-        "`relu1` is replaced by that of the first. Nothing raises, and the shape is right.",
+        zh="只有元组才算全部位置参数。列表不是元组，被整个包成一个：`forward` 收到的唯一参数就是这个列表。"
+        "要交出两个参数，就返回两个数的元组。",
+        en="Only a tuple counts as all positional arguments. A list is none and is wrapped whole: the one argument that `forward` "
+        "is given is that list. To hand over two arguments, return a tuple of two.",
     ),
     Prediction(
         "21.3",
-        zh="全局钩子总在模块自己的之前，哪怕最后才注册；`prepend=True` 只在这个模块自己的钩子里插到最前面。",
-        en="Global hooks always come before the module's own, even if registered last; `prepend=True` goes to the front of this "
-        "module's own hooks only.",
+        zh="先是 pre-hook，再是前向钩子；每一种里，全局的总在模块自己的之前，哪怕最后才注册。"
+        "`prepend=True` 只在这个模块自己的钩子里插到前面。",
+        en="Pre-hooks first, then forward hooks; of either kind the global one comes before the module's own, even if registered "
+        "last. `prepend=True` goes before this module's own hooks only.",
     ),
     Prediction(
         "21.4",
-        zh="报错会穿过每一层调用：`1` 没算完，包着它的 `net` 也没算完，两个都触发。`0` 早就算完了，照常触发；"
-        "`2` 从未被调用，什么都不触发。",
-        en="The error goes up through every call: `1` did not finish, nor did the `net` around it, and both fire. `0` was done long "
-        "before and fired as usual; `2` was never called, and nothing fires there.",
+        zh="报错会穿过每一层调用：`Linear` 没算完，包着它的 `Sequential` 也没算完。最先记下的是最里层，出错的就是它。"
+        "`Flatten` 早就算完，`blame` 也在它上面触发了，只是它的 `output` 不是 `None`；`ReLU` 从未被调用。",
+        en="The error goes up through every call: `Linear` did not finish, nor did the `Sequential` around it. The first one noted "
+        "is the innermost, where the error began. `Flatten` had finished: `blame` fired there too, but its `output` was not "
+        "`None`; `ReLU` was never called.",
     ),
     Prediction(
         "21.5",

@@ -555,8 +555,8 @@ def _examine_values(got, want, model, loss_fn):
     if _close(got, at_inputs):
         refuse(
             "other_end",
-            zh="这些是 ReLU **输入**的梯度的范数：已经过了 ReLU，有的项变成了 0。要的是流到它输出的梯度。",
-            en="These are the norms at the **inputs** of the ReLUs: behind the ReLU, where some entries are 0 already. The gradient "
+            zh="这些是 ReLU 输入的梯度的范数：已经过了 ReLU，有的项变成了 0。要的是流到它输出的梯度。",
+            en="These are the norms at the inputs of the ReLUs: behind the ReLU, where some entries are 0 already. The gradient "
             "that arrives at its output is wanted.",
         )
     if _close(got, outputs):
@@ -858,8 +858,8 @@ def _examine_guided(got, x):
         if torch.allclose(got, plain.clamp(min=0), atol=1e-6):
             refuse(
                 "only_at_the_end",
-                zh="你是先求出普通的梯度，最后才去掉负数。应当在**每个** ReLU 那里去掉，再往前传。",
-                en="You took the plain gradient and dropped negative entries at the end. They should go at **each** ReLU, before the "
+                zh="你是先求出普通的梯度，最后才去掉负数。应当在每个 ReLU 那里去掉，再往前传。",
+                en="You took the plain gradient and dropped negative entries at the end. They should go at each ReLU, before the "
                 "gradient travels on.",
             )
         if torch.allclose(got, want.clamp(min=0), atol=1e-6):
@@ -993,9 +993,9 @@ CHECKS = [
     ),
     Prediction(
         "22.2",
-        zh="`weight.grad` 由 `grad_output` 和输入算出，与 `grad_input` 无关；返回值只在**离开**这一层之后才起作用。",
+        zh="`weight.grad` 由 `grad_output` 和输入算出，与 `grad_input` 无关；返回值只在离开这一层之后才起作用。",
         en="`weight.grad` is computed from `grad_output` and the input, not from `grad_input`: what the hook returns matters only "
-        "once the gradient has **left** this layer.",
+        "once the gradient has left this layer.",
     ),
     Prediction(
         "22.3",
