@@ -13,7 +13,7 @@ STAGED = 8_192  # numbers: small tensors are collected up to here and counted to
 CHUNK = 32_768  # numbers that stay in a core's cache while they are counted
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
-PENDING = 256  # results that wait on a GPU before they are added up
+PENDING = 256  # results that wait on a GPU before they are merged, there
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 512  # of the history: after that two rows become one
 
@@ -89,7 +89,7 @@ class Running:
         """The figures so far; on a GPU this waits for it."""
         with self._lock:
             self._unstage()
-            self._fold()
+            self._fetch()
             low, high = (self._min, self._max) if self._finite else (math.nan, math.nan)
             mean = self._mean if self._finite else math.nan
             std = math.sqrt(self._spread / (self._finite - 1)) if self._finite > 1 else math.nan
@@ -118,15 +118,15 @@ class Running:
             if not on_cpu:
                 self._pending.append(_careful(part))
                 if len(self._pending) >= PENDING:
-                    self._fold()
+                    self._pending = [_merged(self._pending)]
                 continue
             self._add(*(_fast(part) or _careful(part).tolist()))
 
-    def _fold(self) -> None:
+    def _fetch(self) -> None:
+        """Bring what has been counted on a GPU; this waits for it."""
         if self._pending:
-            results, self._pending = [result.cpu() for result in self._pending], []
-            for figures in torch.stack(results).tolist():
-                self._add(*figures)
+            result, self._pending = _merged(self._pending), []
+            self._add(*result.tolist())
 
     def _add(
         self,
@@ -228,9 +228,8 @@ def _fast(part: Tensor) -> tuple[float, ...] | None:
 
 def _careful(part: Tensor) -> Tensor:
     """The same figures as one tensor on the same device, of the finite entries alone; no value is looked at."""
-    wide = part.to(
-        torch.float32 if part.device.type == "mps" else torch.float64
-    )  # Apple's GPUs have no float64
+    # Apple's GPUs have no float64.
+    wide = part.to(torch.float32 if part.device.type == "mps" else torch.float64)
     finite = part.isfinite()
     number = finite.sum().to(wide.dtype)
     mean = torch.where(finite, wide, 0).sum() / number.clamp(min=1)
@@ -240,3 +239,14 @@ def _careful(part: Tensor) -> Tensor:
         torch.where(finite, wide, math.inf).min(), torch.where(finite, wide, -math.inf).max(),
     )  # fmt: skip
     return torch.stack([figure.to(wide.dtype) for figure in figures])
+
+
+def _merged(results: list[Tensor]) -> Tensor:
+    """Several results of `_careful` as one, on the device of the first; as `Running._add`, without a look."""
+    numbers, means, spreads, *counts, lows, highs = torch.stack(
+        [one.to(results[0].device) for one in results]
+    ).T
+    number = numbers.sum()
+    mean = (numbers * means).sum() / number.clamp(min=1)
+    spread = spreads.sum() + (numbers * (means - mean) ** 2).sum()
+    return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])

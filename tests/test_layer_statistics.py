@@ -103,26 +103,33 @@ def test_the_figures_are_exact_for_any_numbers(lists, repeat, dtype):
 
 
 @settings(max_examples=60, deadline=None)
-@given(lists=st.lists(st.lists(numbers, min_size=1, max_size=40), min_size=1, max_size=6))
-def test_the_way_taken_on_a_gpu_gives_the_same(lists):
-    """Without a GPU the same operations run on the CPU: `_careful` never looks at a value."""
-    tensors = [torch.tensor(values) for values in lists]
+@given(
+    lists=st.lists(st.lists(numbers, min_size=1, max_size=40), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_way_taken_on_a_gpu_gives_the_same(lists, dtype):
+    """Without a GPU the same operations run on the CPU: `_careful` and `_merged` never look at a value."""
+    tensors = [torch.tensor(values).to(dtype) for values in lists]
     running = Running(0, (-10.0, 10.0))
-
     for tensor in tensors:
         running.calls += 1
         running._count += tensor.numel()
         running._pending.append(_statistics._careful(tensor))
-    everything = torch.cat(tensors).double()
-    if not (everything.isfinite() & (everything.abs() > 1e100)).any():
-        finite = everything[everything.isfinite()]
-        figures = running.read()
-        assert figures.nans == everything.isnan().sum()
-        if finite.numel():
-            assert figures.mean == pytest.approx(
-                finite.mean().item(), rel=1e-9, abs=1e-9 * finite.abs().max().item()
-            )
-            assert figures.max == finite.max()
+    assert_exact(running.read(), tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_nothing_waits_for_it_until_the_figures_are_read():
+    model, x = mlp(4, 300, 2).cuda(), torch.randn(700, 4, device="cuda")
+    with layer_statistics(model, "0", bins=4) as stats, layer_statistics(model, "0", of="grad_output"):
+        model(x).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(300):
+                model(x).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_exact(stats["0"], [model[0](x).detach().cpu()] * 301)
 
 
 def test_nan_and_inf_are_counted_and_kept_out_of_the_rest():
