@@ -164,8 +164,8 @@ class Features(Installed, Mapping[str, Any]):
                 "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
             )
         raise KeyError(
-            f"features: the last forward did not call {name!r}; its weights may be used without calling it (as "
-            "nn.MultiheadAttention does with out_proj), its forward may be called directly, or it was skipped"
+            f"features: the last forward did not call {name!r}: it was skipped, or its forward is called directly, or "
+            "its weights are used without calling it (as nn.MultiheadAttention does with out_proj)"
         )
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:

@@ -110,7 +110,8 @@ def shown_maps(tensor: Tensor) -> Tensor:
 def feature_maps(maps: Tensor) -> str:
     """The maps as one mosaic, each stretched from its own minimum (dark) to its own maximum (bright)."""
     number, height, width = maps.shape
-    columns = min(number, max(1, round(math.sqrt(number * 2 * height / width))))
+    # One row, or as many columns as leave the fewest places empty.
+    columns = number if number <= 8 else min(range(8, 13), key=lambda columns: (-number % columns, columns))
     lines = math.ceil(number / columns)
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
     canvas = torch.full((lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan)
@@ -122,8 +123,9 @@ def feature_maps(maps: Tensor) -> str:
         canvas[top : top + height, left : left + width] = (
             (finite - low) / (high - low) if high > low else finite * 0
         )
-    wide = min(9.0, max(2.0, canvas.shape[1] / 24))
-    with _figure(wide, max(0.5, wide * canvas.shape[0] / canvas.shape[1])) as (figure, out):
+    tall = canvas.shape[0] / canvas.shape[1]
+    wide = min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall)
+    with _figure(wide, max(0.5, wide * tall)) as (figure, out):
         axes = figure.subplots()
         axes.imshow(canvas.tolist(), cmap="viridis", interpolation="nearest", vmin=0, vmax=1)
         axes.set_axis_off()

@@ -10,6 +10,7 @@ from torch.nn.modules import module as modules
 
 from hooklab.census import hooks_on
 from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse
+from hooklab.modules import select
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def examine_normalise(answer):
     with torch.no_grad():
         handle = answer(module, 1.0, 2.0)
         _examine_handle(handle)
-        output = module(x, mask, keep=True)
+        output = _call_with_keyword(module, x, mask)
     got, args, kwargs = module.given
     _examine_caller(x.detach(), original)
     _examine_first(got, original, output)
@@ -81,6 +82,20 @@ def examine_normalise(answer):
         )
     _examine_again(module, handle, original)
     _examine_gradient(answer)
+
+
+def _call_with_keyword(module, x, mask):
+    try:
+        return module(x, mask, keep=True)
+    except TypeError as error:
+        if "must be a mapping" not in str(error):
+            raise
+        refuse(
+            "no_pair",
+            zh="带 `with_kwargs=True` 的 pre-hook，返回的两项应当是位置参数的元组和关键字参数的字典；这里第二项不是字典。看第 7 节。",
+            en="A pre-hook with `with_kwargs=True` returns two things, the tuple of positional arguments and the dictionary of "
+            "keyword arguments; here the second is no dictionary. See section 7.",
+        )
 
 
 def _examine_handle(handle):
@@ -253,6 +268,9 @@ NORMALISE = Exercise(
             lambda module, args: ((args[0] - mean) / std, *args[1:])
         ),
         "keywords_lost": normalise_without_keywords,
+        "no_pair": lambda module, mean, std: module.register_forward_pre_hook(
+            lambda module, args, kwargs: ((args[0] - mean) / std, *args[1:]), with_kwargs=True
+        ),
         "cut": normalise_detached,
         "still_there": normalise_for_ever,
         "ran_twice": lambda module, mean, std: module.register_forward_hook(
@@ -340,6 +358,13 @@ def _examine_kind(noise, plain):
             "noise_only",
             zh="原来是 100 的地方现在接近 0：返回的是噪声本身，输出不见了。",
             en="Where 100 stood there is now something near 0: the noise itself was returned, and the output is gone.",
+        )
+    if low.mean() < -50:
+        refuse(
+            "noisy_input",
+            zh="ReLU 把负数变成 0，这里的输出却还有 -100 左右的数：加了噪声返回的是输入，不是输出。",
+            en="ReLU turns negative numbers into 0, and yet some of the output is near -100: what is returned, with noise, is the "
+            "input, not the output.",
         )
     if not low.any():
         refuse(
@@ -527,6 +552,9 @@ ADD_NOISE = Exercise(
         "edited_in_place": noise_in_place,
         "unchanged": noise_without_return,
         "none_at_zero": noise_on_input,
+        "noisy_input": lambda module, std: module.register_forward_hook(
+            lambda module, args, output: args[0] + std * torch.randn_like(args[0])
+        ),
         "noise_only": _noise_hook(lambda output, std: std * torch.randn_like(output)),
         "shared": _noise_hook(lambda output, std: output + std * torch.randn(1)),
         "wrong_mean": _noise_hook(lambda output, std: output + std * torch.rand_like(output)),
@@ -742,7 +770,16 @@ def _examine_shapes(shapes, want):
 
 
 def _examine_alone(answer):
-    shapes = _run(answer, nn.Linear(3, 2), torch.ones(4, 3))
+    try:
+        shapes = _run(answer, nn.Linear(3, 2), torch.ones(4, 3))
+    except KeyError:
+        refuse(
+            "alone_raised",
+            zh="模型只有一层 `nn.Linear(3, 2)`、里面没有别的层时，你的代码报 `KeyError`。这一层就是模型自己："
+            "`select` 的 `**` 选不到它，`named_modules()` 里有它。",
+            en="Where the model is one `nn.Linear(3, 2)` with no layer inside, your code raises `KeyError`. That layer is the model "
+            "itself: `**` of `select` does not match it, `named_modules()` lists it.",
+        )
     if shapes != {"": (4, 2)}:
         refuse(
             "alone",
@@ -859,6 +896,12 @@ def shapes_without_finally(model, x):
     return shapes
 
 
+def _leaves(model, layers=None):
+    """The layers without child modules, by name; the model itself forgotten."""
+    named = layers or [(name, module) for name, module in model.named_modules() if name]
+    return {name: module for name, module in named if not list(module.children())}
+
+
 def _clear(model):
     for module in model.modules():
         module._forward_hooks.clear()
@@ -887,6 +930,10 @@ SHAPES_OF = Exercise(
         ),
         "replaced_output": _shapes_by_hand(
             lambda shapes, name: lambda module, args, output: shapes.setdefault(name, _shape(output))
+        ),
+        "alone": _shapes_by_hand(layers=lambda model: list(_leaves(model).items())),
+        "alone_raised": _shapes_by_hand(
+            layers=lambda model: _leaves(model, select(model, "**").items()).items()
         ),
         "extra": _shapes_by_hand(layers=lambda model: list(model.named_modules())),
         "wrong_names": _shapes_by_hand(
@@ -920,7 +967,7 @@ CHECKS = [
     Prediction(
         "21.2",
         zh="只有元组才算全部位置参数。列表不是元组，被整个包成一个：`forward` 收到的唯一参数就是这个列表。"
-        "要交出两个参数，就返回两个数的元组。",
+        "要交出两个参数，就返回有两项的元组。",
         en="Only a tuple counts as all positional arguments. A list is none and is wrapped whole: the one argument that `forward` "
         "is given is that list. To hand over two arguments, return a tuple of two.",
     ),
