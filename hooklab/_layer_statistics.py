@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hooklab._features import recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups
-from hooklab._statistics import Running, Statistics
+from hooklab._statistics import Running, Statistics, short
 from hooklab._walk import tensors_in
 
 __all__ = ["LayerStatistics"]
@@ -101,10 +101,4 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 def _row(name: str, figures: Statistics) -> tuple[str, ...]:
     numbers = (figures.mean, figures.std, figures.min, figures.max)
     zeros = "-" if math.isnan(figures.zeros) else f"{figures.zeros:.1%}"
-    return (name, str(figures.calls), *map(_short, numbers), zeros, str(figures.nans), str(figures.infs))
-
-
-def _short(number: float) -> str:
-    if math.isnan(number):
-        return "-"
-    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.1e}"
+    return (name, str(figures.calls), *map(short, numbers), zeros, str(figures.nans), str(figures.infs))

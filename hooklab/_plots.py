@@ -76,7 +76,7 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
 
 
 def activations(stats: dict[str, Statistics]) -> str:
-    """A heat map for each layer: calls go right, values up; the darker, the more entries (log scale)."""
+    """A heat map for each layer: calls go right, values up; the darker, the more entries (by the square root)."""
     names = list(stats)
     columns = min(COLUMNS, len(names))
     lines = math.ceil(len(names) / columns)
@@ -85,7 +85,7 @@ def activations(stats: dict[str, Statistics]) -> str:
         for axes, name in zip(grid.flat, names, strict=False):
             figures = stats[name]
             low, high = figures.range
-            shade = torch.log1p(figures.history.double()).T.tolist()
+            shade = figures.history.double().sqrt().T.tolist()
             axes.imshow(
                 shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest",
                 extent=(0.5, figures.calls + 0.5, low, high),

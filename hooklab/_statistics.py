@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Running", "Statistics"]
+__all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
 CHUNK = 32_768  # numbers that stay in a core's cache while they are counted
@@ -48,6 +48,13 @@ class Statistics:
     above: int = 0
     history: Tensor | None = None
     range: tuple[float, float] | None = None
+
+
+def short(number: float) -> str:
+    """A figure in a table: four decimals, or one digit after the point of a power of ten; a dash for NaN."""
+    if math.isnan(number):
+        return "-"
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.1e}"
 
 
 class Running:

@@ -15,6 +15,8 @@ from hooklab._walk import shapes
 
 __all__ = ["Verbose"]
 
+MAX_NAME, MAX_TYPE = 40, 20  # characters of a column
+
 
 class Verbose(Installed):
     """Writes while a forward runs, until it is removed: what `verbose` returns."""
@@ -28,8 +30,9 @@ class Verbose(Installed):
             module: " = ".join(name or type(module).__name__ for name in names)
             for module, names in groups(layers)
         }
-        self._names = max(map(len, labels.values()))
-        self._types = max(len(type(module).__name__) for module in labels)
+        # Wide enough for most: one layer with a long name must not push all shapes off the page.
+        self._names = min(MAX_NAME, max(map(len, labels.values())))
+        self._types = min(MAX_TYPE, max(len(type(module).__name__) for module in labels))
         try:
             for module in {**{self._root: None}, **labels}:  # the root always: it may fail between two layers
                 self._hang(module, labels.get(module))
@@ -89,7 +92,10 @@ class Verbose(Installed):
             ": "
         )
         label = names[0] if names and names[0] else type(module).__name__
-        self._line(label, module, f"failed on {given}: {said}")
+        self._local.silent = False
+        self._write(
+            f"{label}  {type(module).__name__}  failed on {given}: {said}"
+        )  # long enough without columns
 
     def _line(self, label: str, module: nn.Module, text: str) -> None:
         self._local.silent = False

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from hooklab import _plots, _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
-from hooklab._statistics import Statistics
+from hooklab._statistics import Statistics, short
 from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "timeline"]
@@ -173,8 +173,8 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
         stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
 
     Returns:
-        A `Picture`. `.facts` has a line per layer: name, calls, and the shares of entries that are exactly zero,
-        below and above the range.
+        A `Picture`. `.facts` has a line per layer: name, calls, mean, std, and the shares of entries that are
+        exactly zero, below and above the range.
 
     Raises:
         TypeError: `stats` are no statistics.
@@ -186,7 +186,7 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
         >>> with hooklab.layer_statistics(model, "1", bins=10, range=(0, 5)) as stats:
         ...     _ = model(torch.zeros(3, 2))
         >>> print(activations(stats).facts.splitlines()[0])
-        layer  calls   zeros   below   above
+        layer  calls      mean       std   zeros   below   above
     """
     counted = _counted("activations", stats)
     if any(figures.histogram is None for figures in counted.values()):
@@ -194,10 +194,17 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
             "activations: these statistics have no histogram; collect them with layer_statistics(model, ..., bins=40)"
         )
     width = max(5, *map(len, counted))
-    lines = [f"{'layer':{width}}  {'calls':>5}  {'zeros':>6}  {'below':>6}  {'above':>6}"]
+    lines = [
+        f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"
+    ]
     for name, figures in counted.items():
         shares = (figures.zeros, figures.below / figures.count, figures.above / figures.count)
-        lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(f"{share:6.1%}" for share in shares))
+        cells = [
+            f"{short(figures.mean):>8}",
+            f"{short(figures.std):>8}",
+            *(f"{share:6.1%}" for share in shares),
+        ]
+        lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(cells))
     return _drawn("\n".join(lines), _plots.activations, counted)
 
 

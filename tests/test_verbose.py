@@ -118,7 +118,7 @@ def test_the_last_line_is_the_layer_that_failed(model):
     with no_leftovers(model), pytest.raises(RuntimeError), verbose(model, write=lines.append):
         model(torch.ones(2, 4))
     assert lines[0] == "0  Linear      [2, 5]"
-    assert lines[1].startswith("1.1  Linear      failed on [2, 5]: RuntimeError: ")
+    assert lines[1].startswith("1.1  Linear  failed on [2, 5]: RuntimeError: ")
     assert "(2x5 and 7x3)" in lines[1]
     assert len(lines) == 2
 
@@ -170,7 +170,7 @@ def test_a_failure_that_the_model_handles_is_written_and_the_forward_goes_on():
                 return self.narrow(x)
 
     lines = lines_of(Careful(), torch.ones(1, 4))
-    assert lines[0].startswith("wide    Linear  failed on [1, 4]: RuntimeError")
+    assert lines[0].startswith("wide  Linear  failed on [1, 4]: RuntimeError")
     assert lines[1:] == ["narrow  Linear  [1, 2]"]
 
 
