@@ -77,9 +77,9 @@ def test_activations_say_what_is_zero_and_what_falls_outside(outputs):
     lines = draw.activations(outputs).facts.splitlines()
     assert lines[0].split() == ["layer", "calls", "mean", "std", "zeros", "below", "above"]
     figures = outputs["0"]
-    assert lines[1].split() == [
-        "0", "2", f"{figures.mean:.4f}", f"{figures.std:.4f}", f"{figures.zeros:.1%}", f"{figures.below / 30:.1%}", f"{figures.above / 30:.1%}",
-    ]  # fmt: skip
+    shares = (figures.zeros, figures.below / 30, figures.above / 30)
+    expected = [f"{figures.mean:.4f}", f"{figures.std:.4f}", *(f"{share:.1%}" for share in shares)]
+    assert lines[1].split() == ["0", "2", *expected]
     assert figures.below + figures.above > 0
 
 
