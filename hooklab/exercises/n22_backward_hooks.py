@@ -28,13 +28,26 @@ def _relus(model):
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ReLU)]
 
 
+# How a wrong answer cleans up: always, only if nothing raises, never.
+
+
 def _then_remove(handles, run):
-    """For the wrong answers: what `run` returns, with the hooks taken off whatever happens."""
     try:
         return run()
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _remove_if_it_works(handles, run):
+    result = run()
+    for handle in handles:
+        handle.remove()
+    return result
+
+
+def _leave(handles, run):
+    return run()
 
 
 def _examine_left_alone(model, settings, others):
@@ -58,6 +71,15 @@ def _examine_left_alone(model, settings, others):
             zh="函数返回以后，模型和原来不一样了：有的 `training`、`inplace` 或 `requires_grad` 被改过。",
             en="After the function has returned, the model is not as it was: some `training`, `inplace` or `requires_grad` was "
             "changed.",
+        )
+
+
+def _examine_left_after_error(model):
+    if _hook_count(model):
+        refuse(
+            "left_after_error",
+            zh="前向中途出错时，你的钩子留在了模型上。",
+            en="When forward fails midway, your hooks stay on the model.",
         )
 
 
@@ -205,18 +227,6 @@ def _examine_left(got, plain):
             zh="回到输入的梯度和原来一样。钩子触发了吗？它返回新的梯度了吗？",
             en="The gradient that comes back to the input is as before. Has the hook fired, and did it return the new one?",
         )
-    if torch.allclose(got, STRENGTH * plain):
-        refuse(
-            "same_sign",
-            zh="大小对了，方向没有反过来。",
-            en="The size is right, but the direction is not reversed.",
-        )
-    if torch.allclose(got, -plain):
-        refuse(
-            "no_strength",
-            zh="方向反了，大小却没有随 `strength` 变。",
-            en="The direction is reversed, but the size does not follow `strength`.",
-        )
     if not torch.allclose(got, -STRENGTH * plain):
         factor = (got / plain).mean().item()
         refuse(
@@ -274,18 +284,13 @@ def _examine_inputs(answer):
     (blend(left, 0.25, right.requires_grad_()) * LOSS).sum().backward()
     handle.remove()
     want = [-STRENGTH * share * blend.weight.detach() * LOSS for share in (0.25, 0.75)]
-    if not torch.allclose(first, want[0]) or not torch.allclose(left.grad, want[0]):
-        refuse(
-            "none_spoils_it",
-            zh="模块只有一个输入时是对的；有 3 个输入、其中有的没有梯度时，第一个输入的梯度就不对了。",
-            en="Right for a module with one input; with 3 inputs, some of which have no gradient, that of the first is wrong.",
-        )
-    if not torch.allclose(right.grad, want[1]):
-        refuse(
-            "first_input_only",
-            zh="模块有两个张量输入，都需要梯度；反转的只有前一个。",
-            en="The module has two tensor inputs, both requiring a gradient; only the former is reversed.",
-        )
+    for place, got, wanted in ((1, first, want[0]), (1, left.grad, want[0]), (3, right.grad, want[1])):
+        if not torch.allclose(got, wanted):
+            refuse(
+                "some_inputs",
+                zh=f"只有一个输入时是对的；有 3 个输入（第 1、3 个是张量）时，第 {place} 个的梯度不对。",
+                en=f"Right for one input; with 3 (the first and the third are tensors), the gradient of number {place} is wrong.",
+            )
 
 
 def by_pre_hook(module, strength):
@@ -367,12 +372,6 @@ def reverse_sign(module, strength):
     )
 
 
-def reverse_direction(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: tuple(None if grad is None else -grad for grad in grad_input)
-    )
-
-
 def reverse_no_handle(module, strength):
     reverse(module, strength)
 
@@ -384,11 +383,6 @@ def reverse_once(module, strength):
 
     handle = module.register_full_backward_hook(hook)
     return handle
-
-
-def reverse_twice(module, strength):
-    reverse(module, strength)
-    return reverse(module, strength)
 
 
 def reverse_deaf(module, strength):
@@ -414,12 +408,10 @@ REVERSE = Exercise(
         "unchanged": reverse_nothing,
         "in_place": reverse_in_place,
         "fails_on_none": reverse_fails_on_none,
-        "first_input_only": reverse_first,
-        "same_sign": reverse_sign,
-        "no_strength": reverse_direction,
+        "some_inputs": reverse_first,
         "no_handle": reverse_no_handle,
         "first_only": reverse_once,
-        "wrong_values": reverse_twice,
+        "wrong_values": reverse_sign,
         "still_there": reverse_deaf,
         "changed_output": reverse_output,
     },
@@ -605,15 +597,16 @@ def _examine_failing(answer):
 
     with suppress(_BrokenForward):
         answer(model, fails)
-    if _hook_count(model):
-        refuse(
-            "left_after_error",
-            zh="前向中途出错时，你的钩子留在了模型上。",
-            en="When forward fails midway, your hooks stay on the model.",
-        )
+    _examine_left_after_error(model)
 
 
-def _norms(kinds=nn.ReLU, measure=lambda grad: grad.norm().item(), modules="named_modules", backward=True):
+def _norms(
+    kinds=nn.ReLU,
+    measure=lambda grad: grad.norm().item(),
+    modules="named_modules",
+    backward=True,
+    clean_up=_then_remove,
+):
     """A family of answers that differ in one thing each."""
 
     def answer(model, loss_fn):
@@ -625,7 +618,7 @@ def _norms(kinds=nn.ReLU, measure=lambda grad: grad.norm().item(), modules="name
                     output.register_hook(lambda grad: norms.update({name: measure(grad)}))
 
                 handles.append(module.register_forward_hook(hang))
-        _then_remove(handles, lambda: loss_fn(model).backward() if backward else loss_fn(model))
+        clean_up(handles, lambda: loss_fn(model).backward() if backward else loss_fn(model))
         return norms
 
     return answer
@@ -658,34 +651,8 @@ def norms_last_name(model, loss_fn):
     return norms
 
 
-def norms_left_behind(model, loss_fn):
-    norms = {}
-    for name, module in _relus(model):
-
-        def hang(module, args, output, name=name):
-            output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
-
-        module.register_forward_hook(hang)
-    loss_fn(model).backward()
-    return norms
-
-
-def norms_without_finally(model, loss_fn):
-    norms, handles = {}, []
-    for name, module in _relus(model):
-
-        def hang(module, args, output, name=name):
-            output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
-
-        handles.append(module.register_forward_hook(hang))
-    loss_fn(model).backward()
-    for handle in handles:
-        handle.remove()
-    return norms
-
-
 def norms_cleared(model, loss_fn):
-    norms = norms_left_behind(model, loss_fn)
+    norms = _norms(clean_up=_leave)(model, loss_fn)
     for module in model.modules():
         module._forward_hooks.clear()
     return norms
@@ -736,8 +703,8 @@ GRADIENT_NORMS = Exercise(
         "other_end": _norms_by("register_forward_pre_hook", _look_at_input),
         "norms_of_outputs": _norms_by("register_forward_hook", _look_forward),
         "last_name": norms_last_name,
-        "left_behind": norms_left_behind,
-        "left_after_error": norms_without_finally,
+        "left_behind": _norms(clean_up=_leave),
+        "left_after_error": _norms(clean_up=_remove_if_it_works),
         "removed_others": norms_cleared,
         "missing_layers": _norms(modules="named_children"),
         "other_layers": _norms(kinds=(nn.ReLU, nn.Linear, nn.Conv2d)),
@@ -840,12 +807,6 @@ def examine_guided_gradient(answer):
 
 
 def _examine_guided(got, x):
-    if isinstance(got, tuple):
-        refuse(
-            "returned_tuple",
-            zh="返回的是元组，要的是里面的那个张量。",
-            en="A tuple was returned; the tensor inside it is wanted.",
-        )
     want = _plain_gradient(_seeing(_Guided, _Guided), x)
     plain = _plain_gradient(_seeing(), x)
     if isinstance(got, Tensor) and got.shape == want.shape and not torch.allclose(got, want, atol=1e-6):
@@ -890,12 +851,7 @@ def _examine_guided_failing(answer):
     model = _seeing()
     with suppress(RuntimeError):
         answer(model, torch.randn(1, 1, 5, 5))  # too small: a linear layer refuses it
-    if _hook_count(model):
-        refuse(
-            "left_after_error",
-            zh="前向中途出错时，你的钩子留在了模型上。",
-            en="When forward fails midway, your hooks stay on the model.",
-        )
+    _examine_left_after_error(model)
 
 
 def _clamp(module, grad_input, grad_output):
@@ -906,14 +862,14 @@ def _hung(model, hook=_clamp):
     return [relu.register_full_backward_hook(hook) for _, relu in _relus(model)]
 
 
-def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad):
+def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad, clean_up=_then_remove):
     """A family of answers that differ in one thing each."""
 
     def answer(model, x):
         image = x.detach().requires_grad_()
         relus = [module for module in getattr(model, modules)() if isinstance(module, nn.ReLU)]
         handles = [relu.register_full_backward_hook(hook) for relu in relus]
-        return _then_remove(handles, lambda: finish(torch.autograd.grad(model(image).sum(), image)[0]))
+        return clean_up(handles, lambda: finish(torch.autograd.grad(model(image).sum(), image)[0]))
 
     return answer
 
@@ -927,21 +883,6 @@ def guided_by_backward(model, x):
     image = x.detach().clone().requires_grad_()
     _then_remove(_hung(model), lambda: model(image).sum().backward())
     return image.grad
-
-
-def guided_left_behind(model, x):
-    _hung(model)
-    image = x.detach().clone().requires_grad_()
-    return torch.autograd.grad(model(image).sum(), image)[0]
-
-
-def guided_without_finally(model, x):
-    handles = _hung(model)
-    image = x.detach().clone().requires_grad_()
-    (grad,) = torch.autograd.grad(model(image).sum(), image)
-    for handle in handles:
-        handle.remove()
-    return grad
 
 
 def guided_frozen(model, x):
@@ -972,13 +913,13 @@ GUIDED_GRADIENT = Exercise(
         "no_mask": _guided(hook=lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0),)),
         "wrong_number": _guided(hook=lambda module, grad_input, grad_output: grad_input[0].clamp(min=0)),
         "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
-        "returned_tuple": _guided(finish=lambda grad: (grad,)),
+        "wrong_type": _guided(finish=lambda grad: (grad,)),
         "changed_input": guided_on_x,
         "filled_grad": guided_by_backward,
         "changed_model": guided_frozen,
         "removed_others": guided_cleared,
-        "left_behind": guided_left_behind,
-        "left_after_error": guided_without_finally,
+        "left_behind": _guided(clean_up=_leave),
+        "left_after_error": _guided(clean_up=_remove_if_it_works),
     },
     zh="每个 ReLU 都换了反向的规则，又都换了回来。",
     en="Each ReLU had another rule for backward, and has its own again.",
