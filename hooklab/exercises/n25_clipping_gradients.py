@@ -719,9 +719,9 @@ CHECKS = [
     ),
     Prediction(
         "25.4",
-        zh="只有 `b` 自己。参数是叶子，它的梯度不再往前传；`a` 的梯度走的是另一条路，乘的是 `b` 的值，不是 `b` 的梯度。",
-        en="Only `b` itself. A parameter is a leaf, its gradient goes no further; that of `a` travels another way, and is "
-        "multiplied by the value of `b`, not by its gradient.",
+        zh="`middle` 的梯度从 5 裁成 1，再往回走，乘以 `b` 的 1 和系数 2，到 `a` 就是 2。上限只管 `middle`，不管 `a`。",
+        en="The gradient of `middle` is clipped from 5 to 1; on the way to `a` it is multiplied by `b`, which is 1, and by the "
+        "factor 2. The bound holds for `middle`, not for `a`.",
     ),
     Prediction(
         "25.5",
