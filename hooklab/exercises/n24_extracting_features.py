@@ -790,28 +790,23 @@ OVERWRITTEN = Exercise(
 CHECKS = [
     Prediction(
         "24.1",
-        zh="输入 28×28，到 `layer4` 只剩 1×1；一个数的平均值就是它自己，池化什么也没做。",
-        en="From 28×28 only 1×1 is left at `layer4`; the mean of one number is that number, and pooling does nothing.",
-    ),
-    Prediction(
-        "24.2",
         zh="特征带着 `grad_fn`，顺着它，整张计算图都活着；图里存着反向要用的每一个卷积输出。特征本身只有 16 KiB。",
         en="The feature carries a `grad_fn`, and through it the whole graph lives, with every conv output that backward would "
         "need. The feature itself is 16 KiB.",
     ),
     Prediction(
-        "24.3",
+        "24.2",
         zh="暗的批次没有走到 `refine`，钩子没有触发，字典里还是亮的那一批的值，谁也没有清掉它。",
         en="The dark batch did not reach `refine`, the hook did not fire, and the dictionary still holds the value of the "
         "bright batch: nobody cleared it.",
     ),
     Prediction(
-        "24.4",
+        "24.3",
         zh="一个负数也没有：我们看到的是 ReLU 的输出，虽然要的是 `bn1`。",
         en="Not one is negative: what we see is the output of ReLU, though `bn1` was asked for.",
     ),
     Prediction(
-        "24.5",
+        "24.4",
         zh="单独要 `bn1` 时，后面的 ReLU 被删掉了，没人改写它；多要一层，ReLU 就得运行，而返回的值没有复制过。答案随着你还要了别的什么而变。",
         en="With `bn1` alone the ReLU behind it is cut away and nobody writes over it; ask for a later layer and ReLU must run, "
         "on a value that is not cloned. The answer depends on what else you ask for.",
