@@ -950,33 +950,26 @@ FIRST_NAN = Exercise(
 CHECKS = [
     Prediction(
         "23.1",
-        zh="共用的模块只出现一次，用的是最先遇到的名字，`right` 不见了，`dict(...)['right']` 会报 KeyError。"
-        "`remove_duplicate=False` 才给出全部名字。",
-        en="A shared module appears once, under the name that is met first: `right` is gone, and `dict(...)['right']` raises a "
-        "KeyError. `remove_duplicate=False` gives all names.",
-    ),
-    Prediction(
-        "23.2",
         zh="新模型处于训练模式，20 个 BatchNorm 在前向里就更新自己的均值、方差和计数。`no_grad` 只关掉梯度，关不掉这个。",
         en="A new model is in training mode, and its 20 BatchNorms update their mean, variance and count in the forward itself. "
         "`no_grad` switches off gradients, not this.",
     ),
     Prediction(
-        "23.3",
+        "23.2",
         zh="两个 `out_proj` 没有写出来：`nn.MultiheadAttention` 直接取走它的权重去算，从不把它当模块调用，"
         "挂在它上面的钩子永远不触发，也不报错。",
         en="The two `out_proj` are missing: `nn.MultiheadAttention` takes their weights and computes with them, and never calls "
         "them as modules. A hook on one never fires, and raises nothing.",
     ),
     Prediction(
-        "23.4",
+        "23.3",
         zh="`square` 溢出得到的是无穷大，还不是 NaN；`norm` 用无穷大减无穷大，才得到 NaN。最先出现 NaN 的层，"
         "未必是出问题的层：往前看一层。",
         en="`square` overflows to infinity, which is no NaN yet; `norm` subtracts infinity from infinity, and that is. The first "
         "layer with a NaN need not be the one to blame: look one layer before it.",
     ),
     Prediction(
-        "23.5",
+        "23.4",
         zh="这一层在前向开头检查自己和里面的模块有没有钩子，有一个，就放弃快路径，逐个调用里面的模块。"
         "全局钩子不在检查之列，所以单靠它看不见里面。",
         en="At the start of its forward the layer looks for hooks on itself and on the modules inside; one is enough to give up "
