@@ -39,11 +39,11 @@ class Features(Installed, Mapping[str, Any]):
         self._model = model
         self._keep = keep
         self._records: dict[str, list[tuple[Any, Any]]] = {}  # shared by the names of one module
+        self._each: list[list[tuple[Any, Any]]] = []  # the same, once for each module
         self._firsts: list[str] = []  # one name of each module
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
         self._forwards = 0
-        self._lock = threading.Lock()
         root = uncompiled(model)
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
@@ -51,6 +51,7 @@ class Features(Installed, Mapping[str, Any]):
             for module, names in groups(layers):
                 record: list[tuple[Any, Any]] = []
                 self._records.update(dict.fromkeys(names, record))
+                self._each.append(record)
                 self._firsts.append(names[0])
                 self._handles.append(module.register_forward_hook(self._recorder(names[0], record)))
             self._handles.append(root.register_forward_hook(self._end, always_call=True))
@@ -134,21 +135,19 @@ class Features(Installed, Mapping[str, Any]):
     def _begin(self, module: nn.Module, args: tuple) -> None:
         if recomputing():
             return
-        with self._lock:
-            thread = _thread()
-            if thread in self._running and not _called_by_itself(module):
-                self._running.remove(thread)  # a forward that was interrupted from the keyboard
-            if not self._running:
-                self._forwards += 1
-                for name in self._firsts:
-                    self._records[name].clear()
-            self._running.append(thread)
+        thread, running = _thread(), self._running
+        if thread in running and not _called_by_itself(module):
+            running.remove(thread)  # a forward that was interrupted from the keyboard
+        if not running:
+            self._forwards += 1
+            for record in self._each:
+                record.clear()
+        running.append(thread)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread = _thread()
-        with self._lock:
-            if not recomputing() and thread in self._running:
-                self._running.remove(thread)
+        if thread in self._running and not recomputing():
+            self._running.remove(thread)
 
     # ---- reading ----
 
