@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-CHUNK = 32_768  # numbers that stay in a core's cache while they are counted
+CHUNK = 65_536  # numbers that stay in a core's cache while they are counted
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
