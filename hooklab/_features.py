@@ -115,9 +115,8 @@ class Features(Installed, Mapping[str, Any]):
                 return
             if not running:  # called by itself, outside a forward of the model
                 record.clear()
-            if (
-                plain and output.__class__ is Tensor and not output.requires_grad
-            ):  # has no graph to be freed from
+            # Without a graph there is nothing to detach from.
+            if plain and output.__class__ is Tensor and not output.requires_grad:
                 try:
                     append((output, output._version))
                 except RuntimeError:  # an inference tensor has no version

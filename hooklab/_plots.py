@@ -13,7 +13,7 @@ from hooklab._statistics import Statistics
 
 __all__ = ["activations", "feature_maps", "gradient_flow", "rms", "shown_maps"]
 
-BLUE, ORANGE = "#3b6fb6", "#c2590a"
+BLUE, ORANGE, RED = "#3b6fb6", "#c2590a", "#b3261e"
 MAX_LABELS = 60  # layer names that can be read under each other
 COLUMNS = 3  # of heat maps
 MAPS = 64  # of one tensor
@@ -33,36 +33,18 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
     names = list(stats)
     sizes = [rms(figures) for figures in stats.values()]
     largest = [max(abs(figures.min), abs(figures.max)) for figures in stats.values()]
-    bad = [figures.nans + figures.infs > 0 for figures in stats.values()]
     above_zero = [size for size in sizes if size > 0 and math.isfinite(size)]
     floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
-    height = 1.1 + min(0.2 * len(names), 12)
-    with _figure(7.5, height) as (figure, out):
+    with _figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
         axes = figure.subplots()
-        rows = range(len(names))
         for values, mark, colour, label in (
             (sizes, "o-", BLUE, "root mean square"), (largest, "|", ORANGE, "largest |entry|"),
         ):  # fmt: skip
-            axes.plot(
-                [max(value, floor) for value in values],
-                rows,
-                mark,
-                color=colour,
-                ms=5,
-                lw=1,
-                mew=1.5,
-                label=label,
-            )
-        for row, (size, is_bad) in enumerate(zip(sizes, bad, strict=True)):
-            if is_bad or size == 0:
-                axes.text(
-                    floor * 1.1,
-                    row,
-                    " NaN or inf" if is_bad else " all 0",
-                    va="center",
-                    fontsize=7,
-                    color="#b3261e",
-                )
+            shown = [max(value, floor) for value in values]
+            axes.plot(shown, range(len(names)), mark, color=colour, ms=5, lw=1, mew=1.5, label=label)
+        for row, figures in enumerate(stats.values()):
+            if remark := _remark(figures):
+                axes.text(floor * 1.1, row, f" {remark}", va="center", fontsize=7, color=RED)
         axes.set_xscale("log")
         axes.grid(axis="x", color="#e6e6e6")
         axes.set_xlim(left=floor * 0.8)
@@ -73,6 +55,12 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return out[0]
+
+
+def _remark(figures: Statistics) -> str:
+    if figures.nans + figures.infs:
+        return "NaN or inf"
+    return "all 0" if rms(figures) == 0 else ""
 
 
 def activations(stats: dict[str, Statistics]) -> str:

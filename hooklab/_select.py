@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hooklab import _refuse
+
 __all__ = ["callable_layers", "chosen", "down_to", "groups", "uncompiled"]
 
 
@@ -70,8 +72,7 @@ def warn_if_compiled(function: str, model: nn.Module) -> None:
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: expected a module, found {type(model).__name__}")
+    _refuse.no_module(function, model)
     if not patterns:
         raise ValueError(
             f"{function}: no pattern was given; name layers, for example {function}(model, 'layer4'), "

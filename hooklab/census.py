@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from hooklab import _refuse
 from hooklab._hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
 
 __all__ = ["HookLeak", "HookRecord", "hooks_on", "no_leftovers"]
@@ -116,8 +117,7 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         ...     handle = layer.register_forward_hook(print)
         ...     handle.remove()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"no_leftovers: expected a module, found {type(model).__name__}")
+    _refuse.no_module("no_leftovers", model)
     before = {hook.key for hook in hooks_on(model)}
     error: BaseException | None = None
     try:

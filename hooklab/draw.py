@@ -209,7 +209,7 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
 
 
 def feature_maps(tensor: Tensor) -> Picture:
-    """The channels of one image as grey-green pictures, each stretched from its own minimum to its maximum.
+    """The channels of one image, each from dark at its own minimum to bright at its own maximum.
 
     Args:
         tensor: (height, width), (channels, height, width) or (images, channels, height, width); of several images
