@@ -16,13 +16,16 @@ from hooklab import draw
 from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
 from hooklab.exercises import check
 from hooklab.modules import clip_gradients, features, layer_statistics, select, verbose, with_grad
+from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tensors import clip, scale, watch, zero
 from hooklab.trace import trace
 
 __all__ = [
     "HookLeak",
     "HookRecord",
+    "Offload",
     "check",
+    "checkpoint_segments",
     "clip",
     "clip_gradients",
     "draw",
@@ -30,6 +33,7 @@ __all__ = [
     "hooks_on",
     "layer_statistics",
     "no_leftovers",
+    "saved_tensors",
     "scale",
     "select",
     "trace",

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics
 
-__all__ = ["activations", "feature_maps", "gradient_flow", "rms", "shown_maps"]
+__all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "shown_maps"]
 
 BLUE, ORANGE, RED = "#3b6fb6", "#c2590a", "#b3261e"
 MAX_LABELS = 60  # layer names that can be read under each other
@@ -118,6 +119,41 @@ def feature_maps(maps: Tensor) -> str:
         axes.imshow(canvas.tolist(), cmap="viridis", interpolation="nearest", vmin=0, vmax=1)
         axes.set_axis_off()
     return out[0]
+
+
+def memory(saved: SavedTensors) -> str:
+    """Bytes held after every event, over bands for the parts of the model; where backward begins, a line."""
+    power = min(int(math.log2(max(*saved.held, 1)) / 10), 3)
+    unit, name = 2 ** (10 * power), ("bytes", "KiB", "MiB", "GiB")[power]
+    held = [0.0, *(nbytes / unit for nbytes in saved.held)]
+    top = max(held) * 1.18 or 1.0
+    with _figure(7.5, 3.0) as (figure, out):
+        axes = figure.subplots()
+        for begin, end, part, shaded in _bands([module.split(".")[0] for module, _ in saved.events]):
+            axes.axvspan(begin, end, color="#eef2f7" if shaded else "#ffffff", lw=0)
+            if end - begin > len(held) * 0.012 * (len(part) + 1):
+                axes.text((begin + end) / 2, top * 0.93, part, ha="center", fontsize=7, color="#555555")
+        axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)
+        axes.stairs(held[1:], range(len(held)), color=BLUE, lw=1.2, baseline=None)
+        first = next((i for i, (_, event) in enumerate(saved.events) if event == "let go"), None)
+        if first is not None:
+            axes.axvline(first, color=ORANGE, lw=1, ls="--", label="the first is let go")
+            figure.legend(loc="outside lower right", frameon=False)
+        axes.set_xlim(0, len(held) - 1)
+        axes.set_ylim(0, top)
+        axes.set_xlabel("event: one tensor saved or let go")
+        axes.set_ylabel(f"{name} held for backward")
+        axes.spines[["top", "right"]].set_visible(False)
+    return out[0]
+
+
+def _bands(parts: list[str]) -> Iterator[tuple[int, int, str, bool]]:
+    """Stretches of equal names: begin, end, name, and every second one shaded."""
+    begin, shaded = 0, False
+    for end in range(1, len(parts) + 1):
+        if end == len(parts) or parts[end] != parts[begin]:
+            yield begin, end, parts[begin], shaded
+            begin, shaded = end, not shaded
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from torch.autograd.graph import Node
 
 from hooklab import _plots, _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
+from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, short
 from hooklab.trace import Trace
 
-__all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "timeline"]
+__all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
 
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
@@ -244,6 +245,47 @@ def feature_maps(tensor: Tensor) -> Picture:
         f"the same everywhere: {flat}"
     )
     return _drawn(facts, _plots.feature_maps, maps)
+
+
+def memory(saved: SavedTensors) -> Picture:
+    """What autograd holds: it grows while the forward saves tensors, and shrinks while backward lets them go.
+
+    One step to the right for each tensor saved or let go; each memory is counted once, parameters and buffers
+    are not. The bands are the parts of the model.
+
+    Args:
+        saved: what `hooklab.saved_tensors` returned, best after backward.
+
+    Returns:
+        A `Picture`. `.facts`: how many were saved and let go, and the bytes held at the most and at the end.
+
+    Raises:
+        TypeError: `saved` is something else.
+        ValueError: nothing was saved yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with hooklab.saved_tensors() as saved:
+        ...     y = x.exp().sum()
+        >>> y.backward()
+        >>> print(memory(saved).facts)
+        saved: 1, let go: 1
+        held at most: 12 bytes
+        held at the end: 0 bytes
+    """
+    if not isinstance(saved, SavedTensors):
+        raise TypeError(f"memory: expected what hooklab.saved_tensors returns, found {type(saved).__name__}")
+    if not saved.held:
+        raise ValueError(
+            "memory: nothing has been saved yet; run a forward inside the block of saved_tensors"
+        )
+    events = Counter(event for _, event in saved.events)
+    facts = (
+        f"saved: {events['saved']:,}, let go: {events['let go']:,}\n"
+        f"held at most: {max(saved.held):,} bytes\nheld at the end: {saved.held[-1]:,} bytes"
+    )
+    return _drawn(facts, _plots.memory, saved)
 
 
 def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hooklab import _refuse
 from hooklab._events import PHASES, Event, line, with_module_backward
+from hooklab._packing import hold, outer_hooks, unhold
 from hooklab._walk import behind, first_shape, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
@@ -179,25 +180,16 @@ class Trace:
         return lambda optimizer, args, kwargs: self._record(kind, type(optimizer).__name__, None)
 
     def _packing(self) -> tuple[Callable, Callable]:
-        outer = _active_saved_tensor_hooks()
+        outer = outer_hooks()
 
-        def pack(tensor: Tensor) -> tuple:
+        def pack(tensor: Tensor) -> Any:
             self._record("pack", self._name(tensor), tuple(tensor.shape))
-            if outer is not None:
-                return None, outer[0](tensor)
-            # detach(): keeping the tensor itself can leak. Its version: with hooks, autograd no longer checks it.
-            return tensor._version, tensor.detach()
+            return hold(tensor) if outer is None else outer[0](tensor)
 
-        def unpack(packed: tuple) -> Tensor:
-            version, content = packed
-            tensor = content if outer is None else outer[1](content)
+        def unpack(packed: Any) -> Tensor:
+            tensor = packed[0] if outer is None else outer[1](packed)
             self._record("unpack", self._node().where, tuple(tensor.shape), self._node().inside)
-            if version is not None and tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
-                )
-            return tensor
+            return unhold(packed) if outer is None else tensor
 
         return pack, unpack
 
@@ -305,8 +297,3 @@ def _grad_state(tensor: Tensor) -> tuple[int, int] | None:
     """Changes whenever `.grad` is set, replaced or added to."""
     grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
     return None if grad is None else (id(grad), grad._version)
-
-
-def _active_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(False) if top else None

@@ -1,0 +1,130 @@
+"""How `Offload` works. One `Packed` for each saved tensor holds all its state; the graph owns it, nobody else does."""
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from hooklab._geometry import Geometry
+from hooklab._packing import hold, refuse_edited, version_probe
+
+__all__ = ["Packed", "Queue"]
+
+
+class Packed:
+    """One saved tensor, and what is needed to give it back. It goes when the graph goes."""
+
+    def __init__(self, queue: "Queue", tensor: Tensor):
+        self.queue = queue
+        self.geometry = Geometry.of(tensor)
+        self.nbytes = self.geometry.nbytes
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.tensor, self.version = hold(tensor)  # until it moves
+        self.counter = self.tensor  # shows the version, also after that
+        self.slot: Any = None
+        self.uses = self.left = 0  # how often it was saved; how often it is still wanted
+        self.restored: Tensor | None = None  # read, and wanted once more
+        self.early = False  # read ahead or restored: counted in `queue.early_bytes`
+
+    def move(self) -> None:
+        """Write the content to the store. Of the tensor only the version counter stays."""
+        self.slot = self.queue.store.write(self.geometry.flat(self.tensor))
+        self.counter, self.tensor = version_probe(self.tensor), None
+
+    def content(self) -> Tensor:
+        """The tensor as it was. Saved twice, it is read once, if there is room to keep it so long."""
+        if self.counter._version != self.version:
+            refuse_edited(f"{self.geometry}", self.counter._version, self.version)
+        if self.tensor is not None:
+            return self.tensor
+        if self.restored is None:
+            self.restored = self.geometry.rebuild(self.queue.store.read(self.slot))
+            self.left = self.uses
+        tensor, self.left = self.restored, self.left - 1
+        if self.left <= 0 or not self.reserve():
+            self.restored = None
+            self.release()
+        return tensor
+
+    def read_ahead(self) -> None:
+        if self.slot is not None and not self.early and self.reserve():
+            self.queue.store.prefetch(self.slot)
+
+    def reserve(self) -> bool:
+        """True if this one may lie ready before it is wanted."""
+        if not self.early and self.queue.early_bytes + self.nbytes <= self.queue.prefetch:
+            self.queue.early_bytes += self.nbytes
+            self.early = True
+        return self.early
+
+    def release(self) -> None:
+        if self.early:
+            self.queue.early_bytes -= self.nbytes
+            self.early = False
+
+    def __del__(self) -> None:
+        with self.queue.lock:
+            self.release()
+            if self.tensor is not None:
+                self.queue.waiting_bytes -= self.nbytes
+
+
+class Queue:
+    """Saved tensors on their way to the store, the oldest first; the newest may stay, within `keep` bytes."""
+
+    def __init__(self, store: Any, keep: float, prefetch: int):
+        self.store, self.keep, self.prefetch = store, keep, prefetch
+        self.reads_ahead = hasattr(store, "prefetch")
+        self.waiting: deque[weakref.ref[Packed]] = deque()
+        self.found: dict[tuple, weakref.ref[Packed]] = {}  # what is saved again is found here
+        self.waiting_bytes = self.early_bytes = self.moved_bytes = self.kept_bytes = 0
+        self.newest: weakref.ref[Packed] | None = None
+        self.lock = threading.RLock()  # backward may run in other threads
+
+    def pack(self, tensor: Tensor) -> Packed:
+        storage = tensor.untyped_storage()
+        place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = (*place, tensor._version, tensor.is_conj())
+        with self.lock:
+            packed = self.found[key]() if key in self.found else None
+            if (
+                packed is None or packed.storage() is not storage
+            ):  # a new storage at the address of a dead one
+                packed = Packed(self, tensor)
+                self.append(key, packed)
+                self.make_room()
+            packed.uses += 1
+        return packed
+
+    def append(self, key: tuple, packed: Packed) -> None:
+        packed.older, self.newest = self.newest, weakref.ref(packed, lambda gone: self.forget(key, gone))
+        self.found[key] = self.newest
+        self.waiting.append(self.newest)
+        self.waiting_bytes += packed.nbytes
+        self.kept_bytes += packed.nbytes
+
+    def forget(self, key: tuple, gone: "weakref.ref[Packed]") -> None:
+        if self.found.get(key) is gone:
+            del self.found[key]
+
+    def make_room(self) -> None:
+        while self.waiting and (self.waiting_bytes > self.keep or self.waiting[0]() is None):
+            if (packed := self.waiting[0]()) is not None:
+                packed.move()  # if this raises, it still waits
+                self.waiting_bytes -= packed.nbytes
+                self.kept_bytes -= packed.nbytes
+                self.moved_bytes += packed.nbytes
+            self.waiting.popleft()
+
+    def unpack(self, packed: Packed) -> Tensor:
+        with self.lock:
+            tensor = packed.content()
+            room = self.prefetch if self.reads_ahead else 0
+            while (
+                packed.older is not None and (packed := packed.older()) is not None and room >= packed.nbytes
+            ):
+                packed.read_ahead()  # backward goes from the newest to the oldest: a hint, no more
+                room -= packed.nbytes
+        return tensor

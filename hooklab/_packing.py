@@ -1,0 +1,46 @@
+"""What every pair of saved-tensor hooks here needs: hold a tensor safely, and notice edits as autograd would."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["hold", "outer_hooks", "refuse_edited", "unhold", "version_probe"]
+
+
+def hold(tensor: Tensor) -> tuple[Tensor, int]:
+    """What a pack hook may keep of `tensor`, with its version.
+
+    The tensor itself, kept by the Node that made it, is a cycle that is never freed: `detach()` breaks it and
+    still shares memory and version counter.
+    """
+    return tensor.detach(), tensor._version
+
+
+def unhold(held: tuple[Tensor, int]) -> Tensor:
+    """The tensor again; RuntimeError if it was edited in place in between (with hooks, autograd does not look)."""
+    tensor, version = held
+    if tensor._version != version:
+        refuse_edited(f"{tensor.type()} {list(tensor.shape)}", tensor._version, version)
+    return tensor
+
+
+def refuse_edited(what: str, found: int, expected: int) -> None:
+    """In autograd's own words."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{what}] is at version {found}; expected version {expected} instead"
+    )
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """A tensor without memory that shares the version counter of `tensor`: its content may go, edits are still seen."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+def outer_hooks() -> tuple[Callable, Callable] | None:
+    """The saved-tensor hooks that are active now in this thread: the innermost pair."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(False) if top else None

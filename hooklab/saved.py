@@ -1,0 +1,253 @@
+"""Part 3 of the course: what autograd saves for backward, moving it elsewhere, or computing it again."""
+
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+
+from hooklab import _refuse
+from hooklab._offload import Packed, Queue
+from hooklab._packing import hold, unhold
+from hooklab._saved_tensors import SavedTensors, owned
+from hooklab._segments import Segments
+from hooklab.stores import Disk, PinnedMemory
+
+__all__ = ["Offload", "checkpoint_segments", "saved_tensors"]
+
+MIB = 2**20
+
+
+def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
+    """Every tensor that autograd saves inside the block: which operation, which module, how many bytes.
+
+    Use it as `with saved_tensors(model) as saved:`, for the current thread. It changes no value and no gradient,
+    and passes tensors on to the saved-tensor hooks that are active on entry; contexts opened inside (a
+    checkpoint's) displace it, so what they save is not seen.
+
+    Args:
+        model: names the modules, and the parameters and buffers, which live anyway.
+
+    Returns:
+        A sequence of `SavedTensor` (module, operation, shape, dtype, bytes, storage, storage_bytes, version,
+        owner), with `.total_bytes` (each as often as it was saved), `.unique_bytes` (the memory behind them,
+        each counted once), `.parameter_bytes` (of these: parameters and buffers), `.held` (bytes after every
+        event, also in backward; see `draw.memory`) and `.table()`.
+
+    Raises:
+        TypeError: `model` is no module.
+        RuntimeError: in backward, if a saved tensor was edited in place, as without it.
+
+    Example:
+        >>> a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        >>> with saved_tensors() as saved:
+        ...     y = a * b
+        >>> [(record.operation, record.bytes) for record in saved]
+        [('MulBackward0', 12), ('MulBackward0', 12)]
+
+    Source: [saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors).
+    """
+    if model is not None:
+        _refuse.no_module("saved_tensors", model)
+    return SavedTensors(model)
+
+
+def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
+    """Save only the input of every segment of a Sequential; the rest is computed again in backward.
+
+    The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and
+    buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
+    changed once, and random numbers (dropout) are drawn again alike.
+
+    Args:
+        model: any module.
+        plan: blocks per segment by the name of a Sequential, `{"layer1": 1, "layer2": 2}`. Small segments save
+            less memory, and hold less while they are computed again.
+
+    Returns:
+        A handle with `.remove()`.
+
+    Raises:
+        KeyError: the model has no such layer; the message gives the closest names.
+        TypeError: a layer is no Sequential, or one with a forward of its own; a number is none.
+        ValueError: a number is below 1, `plan` is empty, or a Sequential is checkpointed already. Nothing has
+            been changed then.
+
+    Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
+    names each Sequential that was never called.
+
+    Example:
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
+        >>> with checkpoint_segments(model, {"0": 1}):
+        ...     model(torch.ones(3, 2)).sum().backward()
+
+    Source: [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html).
+    """
+    _refuse.no_module("checkpoint_segments", model)
+    return Segments(model, plan)
+
+
+class Offload:
+    """Keep what autograd saves somewhere else between forward and backward; gradients stay the same, bit for bit.
+
+    Use it as `with Offload(model): loss = criterion(model(x), y)`, for the current thread; backward may come
+    later. The innermost saved-tensor context wins, as everywhere in PyTorch.
+
+    Args:
+        model: its parameters and buffers stay where they are, views of them too: they live anyway. Without it,
+            only parameters themselves (and views of them) are recognised.
+        to: `"cpu"`: pinned memory, for tensors on a CUDA device; without one, everything passes through and
+            counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files. Or a store of your
+            own: `write(tensor) -> slot` and `read(slot) -> tensor`, both 1-D.
+        keep: bytes that may stay: the newest, which backward wants first.
+        prefetch: bytes that are read ahead in backward, where the store can.
+        min_bytes: what lies in a smaller memory than this stays.
+
+    Attributes:
+        moved_bytes: written to the store so far; a tensor that is saved twice is written once.
+        kept_bytes: saved, but not moved so far (parameters and buffers not counted).
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+        RuntimeError: on entry, if another `Offload` of this model is open; in backward, if a saved tensor was
+            edited in place, as without `Offload`.
+
+    What also stays: sparse, nested, quantized and meta tensors, subclasses. An edit through `.data` is not
+    noticed, as by autograd itself.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> with Offload(model, to="disk", min_bytes=0) as offload:
+        ...     loss = model(torch.ones(2, 4)).sum()
+        >>> loss.backward()
+        >>> offload.moved_bytes  # the input and the output of Tanh, 2 x 4 x 4 bytes each
+        64
+
+    Source: [hooks for saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#hooks-for-autograd-saved-tensors).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        to: Any = "cpu",
+        keep: int = 0,
+        prefetch: int = 256 * MIB,
+        min_bytes: int = MIB,
+    ):
+        if model is not None:
+            _refuse.no_module("Offload", model)
+        self._model = model
+        self._keep = _refuse.count("Offload", "keep", keep)
+        self._prefetch = _refuse.count("Offload", "prefetch", prefetch)
+        self._min_bytes = _refuse.count("Offload", "min_bytes", min_bytes)
+        store = _store(to)
+        self._reaches = store.reaches if isinstance(store, PinnedMemory) else _with_memory
+        self._queue = Queue(store, math.inf if store is None else self._keep, self._prefetch)
+        self._own: dict[int, Any] = {}  # the storages of parameters and buffers, by id
+        self._saved_any = False
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._queue.moved_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._queue.kept_bytes
+
+    def __enter__(self) -> "Offload":
+        opened = _opened()
+        if self._model is not None and any(model is self._model for model, _ in opened):
+            raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
+        self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
+        hooks = graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        opened.append((self._model, hooks))
+        self._saved_any = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        model, hooks = _opened().pop()
+        hooks.__exit__(kind, *exc_info)
+        if model is not None and kind is None and not self._saved_any:
+            warnings.warn(
+                "Offload: nothing was saved for backward inside the block: was the model called there, with grad on?",
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
+
+    def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
+        self._saved_any = True
+        if type(tensor) not in (Tensor, nn.Parameter) or not _is_plain(tensor):
+            return hold(tensor)
+        storage = tensor.untyped_storage()
+        if (
+            id(storage) in self._own
+            or isinstance(tensor, nn.Parameter)
+            or isinstance(tensor._base, nn.Parameter)
+        ):
+            return hold(tensor)
+        if storage.nbytes() < self._min_bytes or not self._reaches(tensor):
+            self._queue.kept_bytes += tensor.nbytes
+            return hold(tensor)
+        return self._queue.pack(tensor)
+
+    def _unpack(self, packed: Packed | tuple[Tensor, int]) -> Tensor:
+        return self._queue.unpack(packed) if isinstance(packed, Packed) else unhold(packed)
+
+
+def _store(to: Any) -> Any:
+    """What `to` means; None where there is nothing to move to."""
+    if to == "disk":
+        return Disk()
+    if to == "cpu":
+        return _shared_memory() if torch.cuda.is_available() else None
+    missing = [name for name in ("write", "read") if not callable(getattr(to, name, None))]
+    if isinstance(to, str) or missing:
+        found = f"{to!r}" if isinstance(to, str) else f"{type(to).__name__} without {' and '.join(missing)}"
+        raise TypeError(
+            f'Offload(to=...): expected "cpu", "disk", or a store with write(tensor) -> slot and '
+            f"read(slot) -> tensor; found {found}"
+        )
+    return to
+
+
+_pinned: weakref.ref[PinnedMemory] | None = None
+
+
+def _shared_memory() -> PinnedMemory:
+    """One for all `Offload(to="cpu")`, as long as one of them, or its graph, is alive: pinning is slow."""
+    global _pinned
+    memory = _pinned() if _pinned is not None else None
+    if memory is None:
+        memory = PinnedMemory()
+        _pinned = weakref.ref(memory)
+    return memory
+
+
+_local = threading.local()
+
+
+def _opened() -> list[tuple[nn.Module | None, Any]]:
+    """The blocks that are open in this thread: each with its model and its hooks."""
+    if not hasattr(_local, "opened"):
+        _local.opened = []
+    return _local.opened
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True for an ordinary tensor, which is no more than bytes in a memory of its own."""
+    return tensor.layout == torch.strided and not (
+        tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor.numel() == 0
+    )
+
+
+def _with_memory(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta"

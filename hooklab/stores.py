@@ -1,0 +1,312 @@
+"""Part 3: where offloaded tensors live. A store has two methods: `write(tensor) -> slot`, `read(slot) -> tensor`.
+
+A slot is any object; its space is free again once nobody holds the slot. A store may also have
+`prefetch(slot)`, a hint that `slot` is read soon. A store of your own can be this short:
+
+    >>> class InAList:
+    ...     def write(self, tensor):
+    ...         return [tensor.clone()]
+    ...     def read(self, slot):
+    ...         return slot[0]
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from bisect import bisect_left
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hooklab import _refuse
+
+__all__ = ["Disk", "PinnedMemory"]
+
+MIB = 2**20
+MIN_CHUNK = 32 * MIB
+ALIGNMENT = 512  # bytes; every dtype may begin there, and neighbouring gaps fit together
+
+
+class Slot:
+    """A stretch of bytes in a row. When nobody holds it any more, the stretch is free."""
+
+    __slots__ = ("dtype", "nbytes", "row", "start")
+
+    def __init__(self, row: "Row", start: int, tensor: Tensor):
+        self.row, self.start = row, start
+        self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
+
+    def __del__(self) -> None:
+        self.row.freed.append((self.start, self.nbytes))  # atomic: any thread may be the one that collects
+
+
+class Row:
+    """Which bytes of a row are taken. The smallest gap that fits is used; neighbouring gaps join."""
+
+    def __init__(self, length: int | None = None):
+        self.length = length  # None: it grows
+        self.end = 0  # nothing is taken from here on
+        self.gaps: list[tuple[int, int]] = []  # (start, size), in order, never touching each other
+        self.freed: deque[tuple[int, int]] = deque()  # by slots, not yet among the gaps
+
+    def take(self, nbytes: int) -> int | None:
+        """Where `nbytes` may begin, or None if the row is full."""
+        self.settle()
+        size = _aligned(nbytes)
+        fitting = [gap for gap in self.gaps if gap[1] >= size]
+        if fitting:
+            start, room = min(fitting, key=lambda gap: gap[1])
+            at = bisect_left(self.gaps, (start, room))
+            self.gaps[at : at + 1] = [(start + size, room - size)] if room > size else []
+            return start
+        if self.length is not None and self.end + size > self.length:
+            return None
+        self.end += size
+        return self.end - size
+
+    def settle(self) -> None:
+        """Make gaps of what slots have given back; a gap at the end shortens the row."""
+        while self.freed:
+            start, nbytes = self.freed.popleft()
+            size = _aligned(nbytes)
+            at = bisect_left(self.gaps, (start, 0))
+            if at < len(self.gaps) and start + size == self.gaps[at][0]:
+                size += self.gaps.pop(at)[1]
+            if at and sum(self.gaps[at - 1]) == start:
+                before, room = self.gaps.pop(at - 1)
+                at, start, size = at - 1, before, size + room
+            if start + size == self.end:
+                self.end = start
+            else:
+                self.gaps.insert(at, (start, size))
+
+
+class Disk:
+    """One file without a name, in slots: no file is left behind, not even by a process that is killed.
+
+    Args:
+        folder: where the file lies; None for the system's folder for temporary files. It needs room for all
+            that is written at one time.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written to; later, by `write`, when the disk is full:
+            the message gives the folder, the bytes wanted and the bytes free. Nothing that was written before is lost.
+
+    One store may serve several contexts and threads. The file grows to the most that was held at one time; its
+    room on disk is free again when the store and its slots are collected.
+
+    Example:
+        >>> store = Disk()
+        >>> slot = store.write(torch.arange(3))
+        >>> store.read(slot)
+        tensor([0, 1, 2])
+
+    Source: [open(2), O_TMPFILE](https://man7.org/linux/man-pages/man2/open.2.html).
+    """
+
+    def __init__(self, folder: str | os.PathLike | None = None):
+        self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        if not os.path.isdir(self.folder):
+            raise FileNotFoundError(
+                errno.ENOENT, f"Disk: expected a folder; make it first, or give another: os.makedirs({self.folder!r})",
+                self.folder,
+            )  # fmt: skip
+        # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
+        self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
+        self._row = Row()
+        self._lock = threading.RLock()
+
+    def write(self, tensor: Tensor) -> Slot:
+        """Copy a tensor to the disk. Any shape, dtype and device; what is read back is flat."""
+        flat = tensor.detach().contiguous().view(-1).cpu()
+        with self._lock:
+            start = self._row.take(flat.nbytes)
+        slot = Slot(self._row, start, flat)
+        try:
+            self._write_at(_bytes(flat), start)
+        except OSError as error:
+            del slot
+            if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+                raise
+            raise OSError(error.errno, self._full(flat.nbytes)) from error
+        return slot
+
+    def read(self, slot: Slot) -> Tensor:
+        """The content of a slot, 1-D, in memory. As often as you like."""
+        flat = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype)
+        self._read_at(_bytes(flat), slot.start)
+        return flat
+
+    def prefetch(self, slot: Slot) -> None:
+        """Tell the system that `slot` is read soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), slot.start, slot.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _write_at(self, content: memoryview, start: int) -> None:
+        done = 0
+        while done < len(content):  # one call writes 2 GiB at most, and less on a disk that is nearly full
+            if hasattr(os, "pwrite"):
+                done += os.pwrite(self._file.fileno(), content[done:], start + done)
+            else:
+                with self._lock:
+                    self._file.seek(start + done)
+                    done += self._file.write(content[done:])
+
+    def _read_at(self, content: memoryview, start: int) -> None:
+        done = 0
+        while done < len(content):
+            if hasattr(os, "preadv"):
+                got = os.preadv(self._file.fileno(), [content[done:]], start + done)
+            else:
+                with self._lock:
+                    self._file.seek(start + done)
+                    got = self._file.readinto(content[done:])
+            if not got:
+                raise OSError(errno.EIO, f"Disk: the file in {self.folder} has been cut short")
+            done += got
+
+    def _full(self, wanted: int) -> str:
+        with self._lock:
+            self._row.settle()
+            self._file.truncate(self._row.end)  # what was written of it before the disk was full
+        free = shutil.disk_usage(self.folder).free
+        return (
+            f"Disk: no room in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
+            "on another disk: Offload(model, to=Disk(folder))"
+        )
+
+
+class Cuda:
+    """The few things of `torch.cuda` that moving needs; a test puts a slow, forgetful device in its place."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Memory of the host that the GPU can reach by itself."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
+        """Begin a copy, after everything the current stream was given so far; the result is an event.
+
+        One copy stream for both directions: what is read back waits for its own writing by itself.
+        """
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def done(self, event: Any) -> bool:
+        return event.query()
+
+    def wait(self, event: Any, device: torch.device) -> None:
+        """Let the current stream, not this thread, wait."""
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+class PinnedMemory:
+    """Pinned memory of the host, in slots: the GPU copies by itself, beside what it computes.
+
+    Pinning is slow (about half a second per GB) and PyTorch's own cache rounds up to powers of two: large
+    chunks are pinned once, cut to exact sizes and used again in the next step.
+
+    Args:
+        in_flight: bytes on their way that may still hold GPU memory; above, computing waits for the copy.
+        chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
+
+    Raises:
+        TypeError: by `write`, for a tensor that is not on a GPU.
+
+    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from.
+
+    Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
+    """
+
+    def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB, device: Cuda | None = None):
+        self.in_flight = _refuse.count("PinnedMemory", "in_flight", in_flight)
+        self.chunk = max(_refuse.count("PinnedMemory", "chunk", chunk), ALIGNMENT)
+        self._device = device or Cuda()
+        self._chunks: list[tuple[Row, Tensor]] = []
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event, source): the copy still reads the source
+        self._lock = threading.RLock()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(memory.nbytes for _, memory in self._chunks)
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return self._device.reaches(tensor)
+
+    def write(self, tensor: Tensor) -> "PinnedSlot":
+        """Begin to copy a tensor from the GPU. Any shape and dtype; what is read back is flat."""
+        if not self.reaches(tensor):
+            raise TypeError(f"PinnedMemory: expected a tensor on a GPU, found one on {tensor.device}")
+        flat = tensor.detach().contiguous().view(-1)
+        with self._lock:
+            slot = self._room(flat)
+            self._leaving.append((self._device.copy(slot.host, flat, flat.device), flat))
+            self._let_go()
+        return slot
+
+    def prefetch(self, slot: "PinnedSlot") -> None:
+        """Begin to copy back, so that `read` need not wait."""
+        with self._lock:
+            if slot.incoming is None:
+                # Allocated on the stream that computes, so that freeing it later needs no further care.
+                target = torch.empty_like(slot.host, device=slot.device, pin_memory=False)
+                slot.incoming = target, self._device.copy(target, slot.host, slot.device)
+
+    def read(self, slot: "PinnedSlot") -> Tensor:
+        """The content, 1-D, on its GPU; the current stream, not this thread, waits until it is there."""
+        with self._lock:
+            self.prefetch(slot)
+            (target, event), slot.incoming = slot.incoming, None
+            self._device.wait(event, slot.device)
+        return target
+
+    def _room(self, flat: Tensor) -> "PinnedSlot":
+        for row, memory in self._chunks:
+            if (start := row.take(flat.nbytes)) is not None:
+                return PinnedSlot(row, start, flat, memory)
+        size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
+        memory = self._device.pinned(max(size, _aligned(flat.nbytes)))
+        row = Row(memory.nbytes)
+        self._chunks.append((row, memory))
+        return PinnedSlot(row, row.take(flat.nbytes), flat, memory)
+
+    def _let_go(self) -> None:
+        """Forget the sources that are copied; above the bound, computing waits for the oldest."""
+        while self._leaving and self._device.done(self._leaving[0][0]):
+            self._leaving.popleft()
+        while sum(source.nbytes for _, source in self._leaving) > self.in_flight:
+            event, source = self._leaving.popleft()
+            self._device.wait(event, source.device)
+
+
+class PinnedSlot(Slot):
+    """A slot with its memory, and with what a prefetch has begun to copy."""
+
+    __slots__ = ("device", "host", "incoming")
+
+    def __init__(self, row: Row, start: int, flat: Tensor, memory: Tensor):
+        super().__init__(row, start, flat)
+        self.host = memory[start : start + flat.nbytes].view(flat.dtype)
+        self.device = flat.device
+        self.incoming: tuple[Tensor, Any] | None = None
+
+
+def _aligned(nbytes: int) -> int:
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    """The memory of a 1-D tensor on the CPU."""
+    return memoryview(flat.view(torch.uint8).numpy())
