@@ -1,11 +1,13 @@
 """What every pair of saved-tensor hooks here needs: hold a tensor safely, and notice edits as autograd would."""
 
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 
-__all__ = ["hold", "outer_hooks", "refuse_edited", "unhold", "version_probe"]
+__all__ = ["hold", "installed", "outer_hooks", "refuse_compiling", "refuse_edited", "unhold", "version_probe"]
 
 
 def hold(tensor: Tensor) -> tuple[Tensor, int]:
@@ -31,6 +33,21 @@ def refuse_edited(what: str, found: int, expected: int) -> None:
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{what}] is at version {found}; expected version {expected} instead"
     )
+
+
+def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
+    """The context for these two hooks. Where a compiler is at work, it leaves them alone."""
+    if "torch._dynamo" in sys.modules:
+        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+    return graph.saved_tensors_hooks(pack, unpack)
+
+
+def refuse_compiling(what: str) -> None:
+    """Inside a compiled function there is no Python to run; torch.compile goes on without compiling it then."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{what} cannot be opened inside torch.compile; open it around the call of the compiled model"
+        )
 
 
 def version_probe(tensor: Tensor) -> Tensor:

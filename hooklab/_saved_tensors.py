@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-from hooklab._packing import hold, outer_hooks, unhold
+from hooklab._packing import hold, installed, outer_hooks, refuse_compiling, unhold
 from hooklab._table import table
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
@@ -122,6 +122,7 @@ class SavedTensors(Sequence[SavedTensor]):
     # ---- the block ----
 
     def __enter__(self) -> "SavedTensors":
+        refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._contexts, self._thread = ExitStack(), threading.get_ident()
@@ -129,7 +130,7 @@ class SavedTensors(Sequence[SavedTensor]):
             for module, name in _named_once(self._model):
                 self._hang_on(module, name)
             self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
-            self._contexts.enter_context(graph.saved_tensors_hooks(*self._packing()))
+            self._contexts.enter_context(installed(*self._packing()))
             if NODE_CREATION_HOOK is not None:
                 self._contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
         except BaseException:

@@ -18,6 +18,11 @@ class Segmented(nn.Sequential):
     """A Sequential whose blocks run in segments; only the input of each segment is saved."""
 
     def forward(self, input: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "checkpoint_segments does not work inside torch.compile, which has its own way to compute again; "
+                "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
+            )
         self._hooklab_called = True
         blocks = iter(self)
         while segment := list(islice(blocks, self._hooklab_blocks)):

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import graph
 
 from hooklab import _refuse
 from hooklab._offload import Packed, Queue
-from hooklab._packing import hold, unhold
+from hooklab._packing import hold, installed, refuse_compiling, unhold
 from hooklab._saved_tensors import SavedTensors, owned
 from hooklab._segments import Segments
 from hooklab.stores import Disk, PinnedMemory
@@ -117,7 +116,7 @@ class Offload:
         RuntimeError: on entry, if another `Offload` of this model is open; in backward, if a saved tensor was
             edited in place, as without `Offload`.
 
-    What also stays: sparse, nested, quantized and meta tensors, subclasses. An edit through `.data` is not
+    What also stays: sparse, nested and quantized tensors, subclasses. An edit through `.data` is not
     noticed, as by autograd itself.
 
     Example:
@@ -147,7 +146,7 @@ class Offload:
         self._prefetch = _refuse.count("Offload", "prefetch", prefetch)
         self._min_bytes = _refuse.count("Offload", "min_bytes", min_bytes)
         store = _store(to)
-        self._reaches = store.reaches if isinstance(store, PinnedMemory) else _with_memory
+        self._reaches = getattr(store, "reaches", lambda tensor: True)
         self._queue = Queue(store, math.inf if store is None else self._keep, self._prefetch)
         self._own: dict[int, Any] = {}  # the storages of parameters and buffers, by id
         self._saved_any = False
@@ -161,11 +160,12 @@ class Offload:
         return self._queue.kept_bytes
 
     def __enter__(self) -> "Offload":
+        refuse_compiling("Offload")
         opened = _opened()
         if self._model is not None and any(model is self._model for model, _ in opened):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
-        hooks = graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = installed(self._pack, self._unpack)
         hooks.__enter__()
         opened.append((self._model, hooks))
         self._saved_any = False
@@ -247,7 +247,3 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not (
         tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor.numel() == 0
     )
-
-
-def _with_memory(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta"

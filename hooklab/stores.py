@@ -1,7 +1,8 @@
 """Part 3: where offloaded tensors live. A store has two methods: `write(tensor) -> slot`, `read(slot) -> tensor`.
 
 A slot is any object; its space is free again once nobody holds the slot. A store may also have
-`prefetch(slot)`, a hint that `slot` is read soon. A store of your own can be this short:
+`prefetch(slot)`, a hint that `slot` is read soon, and `reaches(tensor)`, False for what it cannot take. A store
+of your own can be this short:
 
     >>> class InAList:
     ...     def write(self, tensor):
@@ -17,6 +18,7 @@ import tempfile
 import threading
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,6 +122,10 @@ class Disk:
         self._row = Row()
         self._lock = threading.RLock()
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """True for a tensor that has content: one on the meta device has none."""
+        return not tensor.is_meta
+
     def write(self, tensor: Tensor) -> Slot:
         """Copy a tensor to the disk. Any shape, dtype and device; what is read back is flat."""
         flat = tensor.detach().contiguous().view(-1).cpu()
@@ -207,6 +213,10 @@ class Cuda:
     def done(self, event: Any) -> bool:
         return event.query()
 
+    def abandon(self, target: Tensor) -> None:
+        """Nobody will read this: its memory must not be used again before the copy into it has ended."""
+        target.record_stream(self._streams[target.device])
+
     def wait(self, event: Any, device: torch.device) -> None:
         """Let the current stream, not this thread, wait."""
         torch.cuda.current_stream(device).wait_event(event)
@@ -243,6 +253,7 @@ class PinnedMemory:
         return sum(memory.nbytes for _, memory in self._chunks)
 
     def reaches(self, tensor: Tensor) -> bool:
+        """True for a tensor on a GPU."""
         return self._device.reaches(tensor)
 
     def write(self, tensor: Tensor) -> "PinnedSlot":
@@ -275,12 +286,12 @@ class PinnedMemory:
     def _room(self, flat: Tensor) -> "PinnedSlot":
         for row, memory in self._chunks:
             if (start := row.take(flat.nbytes)) is not None:
-                return PinnedSlot(row, start, flat, memory)
+                return PinnedSlot(row, start, flat, memory, self._device.abandon)
         size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
         memory = self._device.pinned(max(size, _aligned(flat.nbytes)))
         row = Row(memory.nbytes)
         self._chunks.append((row, memory))
-        return PinnedSlot(row, row.take(flat.nbytes), flat, memory)
+        return PinnedSlot(row, row.take(flat.nbytes), flat, memory, self._device.abandon)
 
     def _let_go(self) -> None:
         """Forget the sources that are copied; above the bound, computing waits for the oldest."""
@@ -294,13 +305,19 @@ class PinnedMemory:
 class PinnedSlot(Slot):
     """A slot with its memory, and with what a prefetch has begun to copy."""
 
-    __slots__ = ("device", "host", "incoming")
+    __slots__ = ("abandon", "device", "host", "incoming")
 
-    def __init__(self, row: Row, start: int, flat: Tensor, memory: Tensor):
+    def __init__(self, row: Row, start: int, flat: Tensor, memory: Tensor, abandon: Callable):
         super().__init__(row, start, flat)
         self.host = memory[start : start + flat.nbytes].view(flat.dtype)
         self.device = flat.device
         self.incoming: tuple[Tensor, Any] | None = None
+        self.abandon = abandon
+
+    def __del__(self) -> None:
+        if self.incoming is not None:
+            self.abandon(self.incoming[0])
+        super().__del__()
 
 
 def _aligned(nbytes: int) -> int:

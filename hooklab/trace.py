@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hooklab import _refuse
 from hooklab._events import PHASES, Event, line, with_module_backward
-from hooklab._packing import hold, outer_hooks, unhold
+from hooklab._packing import hold, installed, outer_hooks, unhold
 from hooklab._walk import behind, first_shape, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
@@ -81,7 +81,7 @@ class Trace:
 
     def __enter__(self) -> "Trace":
         # Both belong to the current thread and to a stack, so they are opened here and not by the call.
-        self._contexts.enter_context(graph.saved_tensors_hooks(*self._packing()))
+        self._contexts.enter_context(installed(*self._packing()))
         if NODE_CREATION_HOOK is not None:
             self._contexts.enter_context(NODE_CREATION_HOOK(self._hang_on_node))
             self._sees_new_nodes = True

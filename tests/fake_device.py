@@ -1,0 +1,67 @@
+"""A device for `PinnedMemory` without a GPU: copies happen late, and memory that is let go too early is noticed."""
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SlowDevice:
+    """Copies wait in one queue, as on one copy stream, until somebody waits for them or `step` is called.
+
+    It holds no tensor alive: if the source or the target of a copy that has not happened yet is gone, the real
+    device would read or write memory that belongs to somebody else by then. Those are counted in `hazards`.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[int, weakref.ref, weakref.ref]] = deque()
+        self.given = self.happened = self.copies = self.hazards = 0
+        self.waits: list[int] = []
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return True
+
+    def copy(self, target: Tensor, source: Tensor, device: torch.device) -> int:
+        self.given += 1
+        # The host's side of a copy is a stretch of the slab: always there. Only the device's side may go.
+        self.pending.append((self.given, _weak(target), _weak(source)))
+        return self.given
+
+    def done(self, event: int) -> bool:
+        return event <= self.happened
+
+    def wait(self, event: int, device: torch.device) -> None:
+        self.waits.append(event)
+        while self.pending and self.pending[0][0] <= event:
+            self.step()
+
+    def abandon(self, target: Tensor) -> None:
+        while self.pending:
+            self.step()
+
+    def step(self) -> None:
+        """Let the oldest copy happen."""
+        event, target, source = self.pending.popleft()
+        if target() is None or source() is None:
+            self.hazards += 1
+        else:
+            _tensor(target()).copy_(_tensor(source()))
+            self.copies += 1
+        self.happened = event
+
+
+def _weak(tensor: Tensor) -> Any:
+    # Of the storage: the tensor object may go while its memory stays.
+    place = tensor.dtype, tensor.storage_offset(), tensor.shape
+    reference = weakref.ref(tensor.untyped_storage())
+    return lambda: None if reference() is None else (reference(), *place)
+
+
+def _tensor(parts: tuple) -> Tensor:
+    storage, dtype, offset, shape = parts
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape)

@@ -1,0 +1,802 @@
+"""`Offload`: the same gradients bit for bit, whatever is saved, and nothing left when the graph is gone."""
+
+import contextlib
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from counting_store import CountingStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import mlp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hooklab import Offload, no_leftovers, saved_tensors
+from hooklab._geometry import Geometry
+
+EVERYTHING = 10**12
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request):
+    return CountingStore() if request.param == "memory" else "disk"
+
+
+def gradients(compute, tensors, context):
+    """Of the sum of what `compute` returns; and what was saved, as autograd would show it."""
+    for tensor in tensors:
+        tensor.grad = None
+    with context:
+        y = compute(*tensors)
+    (y.abs() if y.is_complex() else y).sum().backward()
+    return [tensor.grad.clone() for tensor in tensors if tensor.requires_grad]
+
+
+def same(compute, *tensors, to=None, **options):
+    """Asserts equal gradients with everything moved, and that something was; returns the context."""
+    expected = gradients(compute, tensors, contextlib.nullcontext())
+    offload = Offload(to=CountingStore() if to is None else to, **{"min_bytes": 0} | options)
+    found = gradients(compute, tensors, offload)
+    assert all(map(equal_bits, expected, found))
+    if "keep" not in options:
+        assert offload.moved_bytes > 0
+    return offload
+
+
+def equal_bits(left, right):
+    return (
+        left.dtype == right.dtype
+        and torch.equal(left.isnan(), right.isnan())
+        and torch.equal(left.nan_to_num(), right.nan_to_num())
+    )
+
+
+def leaf(*shape, **options):
+    return torch.randn(*shape, **options).requires_grad_()
+
+
+# ---- what is moved ----
+
+
+def test_what_is_saved_twice_is_moved_once():
+    offload = same(lambda x: x * x, leaf(10))
+    assert offload.moved_bytes == 40
+    store = CountingStore()
+    same(lambda x: (x.exp() + 1).relu() * x.exp().relu(), leaf(10), to=store)
+    assert store.reads == store.writes  # read once as well, though used twice
+
+
+def test_the_output_of_relu_is_also_the_input_of_the_next_layer():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    x = torch.randn(5, 4)
+    with Offload(model, to=CountingStore(), min_bytes=0) as offload:
+        model(x)
+    assert offload.moved_bytes == x.nbytes + 5 * 6 * 4
+
+
+def test_parameters_and_buffers_stay_also_as_views():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    x = torch.randn(3, 4)
+    store = CountingStore()
+    with Offload(model, to=store, min_bytes=0) as offload:
+        y = model(x)
+    moved = x.nbytes + y.nbytes  # the inputs of both layers; not weight.t(), not running_mean
+    assert (offload.moved_bytes, offload.kept_bytes) == (moved, 0)
+    y.sum().backward()
+
+
+def test_without_a_model_parameters_are_recognised_and_their_views():
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4).requires_grad_()
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
+        layer(x)
+    assert offload.moved_bytes == x.nbytes
+
+
+def test_a_parameter_of_another_storage_after_moving_the_model_is_recognised():
+    model = nn.Linear(4, 4)
+    offload = Offload(model, to=CountingStore(), min_bytes=0)
+    model.weight.data = model.weight.data.clone()
+    with offload:
+        model(torch.ones(2, 4))
+    assert offload.moved_bytes == 2 * 4 * 4
+
+
+def test_small_tensors_stay_and_are_counted():
+    x = leaf(100)
+    with Offload(to=CountingStore(), min_bytes=401) as offload:
+        y = x.exp()
+    assert (offload.moved_bytes, offload.kept_bytes) == (0, 400)
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_small_slice_of_a_large_memory_moves_and_lets_the_memory_go():
+    base = torch.randn(1000, 1000)
+    reference = weakref.ref(base.untyped_storage())
+    x = leaf(10)
+    with Offload(to=CountingStore()) as offload:
+        y = x * base[3, :10]
+    expected = base[3, :10].clone()
+    del base
+    assert reference() is None
+    assert offload.moved_bytes == 40
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_the_newest_may_stay():
+    x = leaf(10)
+    with Offload(to=CountingStore(), min_bytes=0, keep=80) as offload:
+        y = x.exp().sin().cos().tanh()
+    # saved: exp(x), sin(.), tanh(.): each 40 bytes; the first moved
+    assert offload.moved_bytes == 40
+    assert offload.kept_bytes == 80
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("keep", [0, 100, 2_500, EVERYTHING])
+def test_gradients_are_the_same_at_every_budget(keep, store):
+    model = mlp(8, 16, 4)
+    x = torch.randn(32, 8)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Offload(model, to=store, keep=keep, min_bytes=0) as offload:
+        loss = model(x).sum()
+    loss.backward()
+    assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
+    assert (offload.moved_bytes > 0) == (keep < EVERYTHING)
+    assert offload.moved_bytes + offload.kept_bytes == x.nbytes + 32 * 16 * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_to_cpu_without_a_gpu_passes_through_and_says_so():
+    x = leaf(1000)
+    with Offload(min_bytes=0) as offload:
+        y = x.exp().sin()
+    assert (offload.moved_bytes, offload.kept_bytes) == (0, 4000)
+    y.sum().backward()
+
+
+def test_on_the_meta_device_a_counting_store_counts():
+    class Counting:
+        def write(self, tensor):
+            return tensor
+
+        def read(self, slot):
+            return slot
+
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh()), torch.empty(10_000, 1000)
+    with Offload(model, to=Counting()) as offload:
+        y = model(x)
+    y.sum().backward()
+    assert offload.moved_bytes == 2 * 10_000 * 1000 * 4
+    with Offload(model, to="disk") as offload:  # there is nothing to write
+        model(x)
+    assert offload.moved_bytes == 0
+
+
+# ---- whatever is saved ----
+
+VIEWS = {
+    "as it is": lambda x: x * x,
+    "transposed": lambda x: x.transpose(0, 1).exp() * x.transpose(0, 1),
+    "a slice of rows": lambda x: x[1:3] * x[2:4],
+    "a slice of columns": lambda x: x[:, 1:5] * x[:, 2:6],
+    "a step slice": lambda x: x[:, ::2] * x[:, 1::2],
+    "two slices that overlap": lambda x: x[:, :5] * x[:, :5] * x[:, 1:6],
+    "expanded": lambda x: x[:1, :1].expand(6, 8, 4, 4) * x,
+    "expanded slice": lambda x: x[:, ::2, :1].expand(6, 4, 4, 4) * x[:, 1::2],
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last).exp().sin(),
+    "windows": lambda x: x.unfold(2, 2, 1) * x.unfold(2, 2, 1),
+    "as_strided": lambda x: torch.as_strided(x, (4, 4), (1, 3)) * torch.as_strided(x, (4, 4), (2, 5)),
+    "one element": lambda x: x[0, 0, 0, 0] * x[1, 1, 1, 1],
+    "flipped": lambda x: x.flip(0) * x,
+    "conv": lambda x: nn.functional.conv2d(x, torch.ones(3, 8, 2, 2)).relu().pow(3),
+    "max pool": lambda x: nn.functional.max_pool2d(x.tanh(), 2),
+    "softmax": lambda x: x.softmax(1).log() * x,
+    "index": lambda x: x[torch.tensor([0, 2, 2])].exp() * x[[1, 1, 0]],
+    "where": lambda x: torch.where(x > 0, x.exp(), x.sin()),
+    "dropout": lambda x: nn.functional.dropout(x, 0.0).exp(),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x.exp(), x.sin()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compute", VIEWS.values(), ids=VIEWS)
+def test_gradients_are_the_same_whatever_the_strides(compute, store):
+    same(compute, leaf(6, 8, 4, 4), to=store)
+
+
+@pytest.mark.parametrize("compute", VIEWS.values(), ids=VIEWS)
+def test_what_comes_back_has_shape_strides_and_dtype_as_before(compute):
+    x = leaf(6, 8, 4, 4)
+
+    def saved(context):
+        with context:
+            node = compute(x).grad_fn
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        found = [getattr(node, name) for name in names]
+        return [(t.shape, t.stride(), t.dtype, t.is_conj()) for t in found if isinstance(t, torch.Tensor)]
+
+    assert saved(contextlib.nullcontext()) == saved(Offload(to=CountingStore(), min_bytes=0))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_view_is_taken_apart_and_rebuilt(data):
+    base = torch.arange(4 * 5 * 6).reshape(4, 5, 6)
+    view = base
+    for _ in range(data.draw(st.integers(0, 4))):
+        kind = data.draw(st.sampled_from(["slice", "transpose", "expand", "select", "unfold"]))
+        dim = data.draw(st.integers(0, max(view.dim() - 1, 0)))
+        if view.dim() == 0 or view.numel() == 0:
+            break
+        if kind == "slice":
+            step = data.draw(st.integers(1, 3))
+            view = view.as_strided(view.shape, view.stride(), view.storage_offset())
+            view = view[
+                (slice(None),) * dim + (slice(data.draw(st.integers(0, view.shape[dim] - 1)), None, step),)
+            ]
+        elif kind == "transpose":
+            view = view.transpose(dim, data.draw(st.integers(0, view.dim() - 1)))
+        elif kind == "expand":
+            view = view.unsqueeze(dim).expand(
+                *view.shape[:dim], data.draw(st.integers(1, 3)), *view.shape[dim:]
+            )
+        elif kind == "select":
+            view = view.select(dim, data.draw(st.integers(0, view.shape[dim] - 1)))
+        else:
+            view = view.unfold(dim, data.draw(st.integers(1, view.shape[dim])), 1)
+    geometry = Geometry.of(view)
+    flat = geometry.flat(view).clone()
+    again = geometry.rebuild(flat)
+    assert flat.nbytes == geometry.nbytes <= max(view.nbytes, 1)
+    assert torch.equal(again, view)
+    assert (again.shape, again.stride()) == (view.shape, view.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_the_same_in_every_precision(dtype, store):
+    same(lambda x, y: (x * y).exp().tanh() * y, leaf(50, dtype=dtype), leaf(50, dtype=dtype), to=store)
+
+
+def test_masks_and_indices_move_too(store):
+    mask, index = torch.arange(60) % 2 == 0, torch.arange(60).flip(0)
+    offload = same(lambda x: x.masked_fill(mask, 0.0) * x.gather(0, index), leaf(60), to=store)
+    assert offload.moved_bytes > mask.nbytes + index.nbytes
+
+
+def test_nan_inf_and_minus_zero_come_back(store):
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45]).requires_grad_()
+    same(lambda x: x * x, x, to=store)
+    with Offload(to=store, min_bytes=0):
+        y = x.exp() / x
+    bits = torch.autograd.grad(y.sum(), x)[0].view(torch.int32)
+    assert torch.equal(bits, torch.autograd.grad((x.exp() / x).sum(), x)[0].view(torch.int32))
+
+
+def test_complex_numbers_and_their_conjugates(store):
+    a, b = leaf(4, 3, dtype=torch.complex64), leaf(3, 4, dtype=torch.complex64)
+    same(lambda a, b: (a.conj() @ b.conj()) * (a @ b), a, b, to=store)
+    same(lambda a, b: a.conj()[:, ::2] * b.t()[:, ::2].conj() * a[:, ::2], a, b, to=store)
+    same(lambda a, b: a.conj().imag.exp() * b.t().imag, a, b, to=store)  # imag of a conj is a negative view
+
+
+def test_a_conjugate_comes_back_as_one():
+    a = leaf(5, dtype=torch.complex64)
+    with Offload(to=CountingStore(), min_bytes=0):
+        y = a.conj() * a
+    assert [y.grad_fn._saved_self.is_conj(), y.grad_fn._saved_other.is_conj()] == [True, False]
+
+
+def test_sparse_tensors_stay():
+    sparse, dense = torch.eye(3).to_sparse().requires_grad_(), leaf(3, 3)
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
+        y = torch.sparse.mm(sparse, dense)
+    y.sum().backward()
+    assert torch.equal(dense.grad, torch.ones(3, 3))
+    assert sparse.grad.to_dense().shape == (3, 3)
+    assert offload.kept_bytes >= 0
+
+
+def test_subclasses_stay_what_they_are():
+    class Mine(torch.Tensor):
+        pass
+
+    x, mine = leaf(5), torch.randn(5).as_subclass(Mine)
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
+        y = x * mine
+        kinds = {type(packed[0]) for packed in [offload._pack(mine)]}
+    assert kinds == {Mine}
+    y.sum().backward()
+    assert torch.equal(x.grad.as_subclass(torch.Tensor), mine.as_subclass(torch.Tensor))
+
+
+def test_empty_tensors_pass():
+    x = leaf(0, 3)
+    with Offload(to=CountingStore(), min_bytes=0):
+        y = (x * x).sum()
+    y.backward()
+    assert x.grad.shape == (0, 3)
+
+
+def test_autocast(store):
+    model, x = mlp(8, 16, 4), torch.randn(6, 8)
+
+    def run(context):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16), context:
+            loss = model(x).float().sum()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected, offload = run(contextlib.nullcontext()), Offload(model, to=store, min_bytes=0)
+    assert all(map(torch.equal, expected, run(offload)))
+    assert offload.moved_bytes > 0
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x * x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, square = ctx.saved_tensors
+        assert torch.equal(x * x, square)
+        return 3 * square * grad
+
+
+def test_custom_functions(store):
+    assert same(Cube.apply, leaf(10), to=store).moved_bytes == 80
+
+
+def test_a_storage_that_is_used_again_is_another_one():
+    """Equal address, version, shape and dtype: only the life of the storage tells them apart."""
+    weights = [leaf(1000) for _ in range(20)]
+    offload, total = Offload(to=CountingStore(), min_bytes=0), 0
+    with offload:
+        for number, weight in enumerate(weights):
+            constant = torch.full((1000,), float(number))  # freed at once: the next one takes its place
+            total = total + (weight * constant).sum()
+            del constant
+    total.backward()
+    assert [weight.grad[0].item() for weight in weights] == list(range(20))
+    assert offload.moved_bytes == 20 * 4000
+
+
+# ---- edits in place ----
+
+
+@pytest.mark.parametrize("keep", [0, EVERYTHING])
+@pytest.mark.parametrize("min_bytes", [0, 10**6])
+def test_an_edit_after_saving_still_raises(keep, min_bytes):
+    x = leaf(50)
+    with Offload(to=CountingStore(), keep=keep, min_bytes=min_bytes):
+        y = x.exp()
+        z = y.sin()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"
+    ):
+        z.sum().backward()
+
+
+def test_an_edit_through_a_view_still_raises_when_the_tensor_itself_is_gone():
+    x = leaf(50)
+    with Offload(to=CountingStore(), min_bytes=0):
+        base = x * 1.0
+        z = base.view(5, 10).sin()  # the view is saved and gone; the base is edited
+    with torch.no_grad():
+        base.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_an_edit_between_two_saves():
+    x = leaf(50)
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
+        y = x * 1.0
+        first = y.sin()
+        y.add_(1)
+        second = y.cos()
+    assert offload.moved_bytes == 2 * 200  # before and after are two tensors
+    gradient = torch.autograd.grad(second.sum(), x, retain_graph=True)[0]
+    assert torch.equal(gradient, -(x.detach() + 1).sin())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
+# ---- graphs ----
+
+
+def test_retain_graph_reads_again(store):
+    x = leaf(50)
+    with Offload(to=store, min_bytes=0) as offload:
+        y = x.exp().sin()
+    y.sum().backward(retain_graph=True)
+    once = x.grad.clone()
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * once)
+    assert offload._queue.early_bytes == 0
+
+
+def test_saved_attributes_may_be_read_twice(store):
+    x = leaf(50)
+    with Offload(to=store, min_bytes=0):
+        y = x.exp()
+    for _ in range(3):
+        assert torch.equal(y.grad_fn._saved_result, y)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_double_backward(store, inside):
+    x = leaf(50)
+    offload = Offload(to=store, min_bytes=0)
+    with offload:
+        y = (x**3).sum()
+    with offload if inside else contextlib.nullcontext():
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.allclose(second, 6 * x.detach())
+    z = torch.autograd.grad(torch.autograd.grad((x**3).sum(), x, create_graph=True)[0].sum(), x)[0]
+    assert torch.equal(second, z)
+
+
+def test_two_forwards_then_two_backwards(store):
+    model, x, other = mlp(8, 16, 4), torch.randn(6, 8), torch.randn(6, 8)
+    (model(x).sum() + model(other).exp().sum()).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Offload(model, to=store, min_bytes=0):
+        first = model(x).sum()
+        second = model(other).exp().sum()
+    (second * 1.0).backward(), first.backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("keep", [0, EVERYTHING])
+def test_a_graph_that_is_dropped_gives_everything_back_without_gc(keep):
+    gc.collect()
+    gc.disable()
+    try:
+        store, x = CountingStore(), leaf(1000)
+        offload = Offload(to=store, keep=keep, min_bytes=0)
+        with offload:
+            y = x.exp()
+            output = weakref.ref(y.untyped_storage())
+            z = y.sin().exp()
+        assert store.held == (0 if keep else 3 - 1)
+        del y, z
+        assert store.held == 0
+        assert output() is None
+        assert (offload._queue.waiting_bytes, offload._queue.found) == (0, {})
+        reference = weakref.ref(offload)
+        del offload
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_after_backward_nothing_is_held():
+    store, x = CountingStore(), leaf(1000)
+    with Offload(to=store, min_bytes=0):
+        y = x.exp().sin().exp()
+    assert store.held == 2
+    y.sum().backward()
+    assert store.held == 0
+
+
+def test_a_long_loop_in_one_block_leaves_no_list_behind():
+    x = leaf(10)
+    with Offload(to=CountingStore(), keep=EVERYTHING, min_bytes=0) as offload:
+        for _ in range(50):
+            x.exp().sum().backward()
+    assert len(offload._queue.waiting) <= 2
+    assert offload._queue.found == {}
+
+
+def test_part_of_a_graph_may_go_backward(store):
+    x, w = leaf(50), leaf(50)
+    with Offload(to=store, min_bytes=0) as offload:
+        y = (x.exp() * w.exp()).sin()
+    (found,) = torch.autograd.grad(y.sum(), w, retain_graph=True)
+    (again,) = torch.autograd.grad(y.sum(), w, retain_graph=True)
+    (stock,) = torch.autograd.grad((x.exp() * w.exp()).sin().sum(), w)
+    assert torch.equal(found, stock)
+    assert torch.equal(again, stock)
+    del y
+    gc.collect()
+    assert offload._queue.early_bytes == 0
+
+
+def test_checkpoint_inputs_go_through_positional_ones_only():
+    model, x = mlp(8, 16, 4), leaf(6, 8)
+    with Offload(model, to=CountingStore(), min_bytes=0) as offload:
+        y = checkpoint(model, x, use_reentrant=False)
+    assert offload.moved_bytes == x.nbytes
+    y.sum().backward()
+    offload = Offload(model, to=CountingStore(), min_bytes=0)
+    with pytest.warns(UserWarning, match="nothing was saved"), offload:
+        checkpoint(lambda *, x: model(x), x=x, use_reentrant=False)
+    assert offload.moved_bytes == 0
+
+
+# ---- contexts ----
+
+
+def test_the_inner_context_wins():
+    outer, inner, x = CountingStore(), CountingStore(), leaf(10)
+    with Offload(to=outer, min_bytes=0):
+        y = x.exp()
+        with Offload(to=inner, min_bytes=0):
+            z = y.sin()
+        z = z.exp()
+    assert (outer.written, inner.written) == (80, 40)
+    z.sum().backward()
+    assert (outer.held, inner.held) == (0, 0)
+
+
+def test_the_meter_sees_through_to_offload():
+    store, x = CountingStore(), leaf(10)
+    with Offload(to=store, min_bytes=0), saved_tensors() as saved:
+        y = x.exp()
+    assert (saved.total_bytes, store.written) == (40, 40)
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_model_that_is_offloaded_already_is_refused():
+    model = nn.Linear(2, 2)
+    with Offload(model, to=CountingStore()):
+        with pytest.raises(RuntimeError, match="this model is being offloaded already"):
+            Offload(model, to=CountingStore()).__enter__()
+        model(torch.ones(1, 2))
+    with Offload(model, to=CountingStore()):
+        model(torch.ones(1, 2))
+
+
+def test_one_context_may_be_used_again_and_again():
+    model, offload = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), None
+    offload = Offload(model, to=CountingStore(), min_bytes=0)
+    for step in range(1, 4):
+        with offload:
+            loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        assert offload.moved_bytes == step * 16
+
+
+def test_other_threads_are_not_seen_and_may_have_their_own():
+    store, x, seen = CountingStore(), leaf(10), []
+
+    def other():
+        y = x.exp()
+        seen.append(store.writes)
+        with Offload(to=store, min_bytes=0):
+            z = y.sin()
+        seen.append(store.writes)
+        z.sum().backward()
+
+    with Offload(to=store, min_bytes=0):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert seen == [0, 1]
+    assert torch.allclose(x.grad, x.detach().exp() * x.detach().exp().cos())
+
+
+@pytest.mark.parametrize("to", ["memory", "disk"])
+def test_many_threads_on_one_context(to):
+    model = mlp(8, 16, 4)
+    offload = Offload(to=CountingStore() if to == "memory" else "disk", min_bytes=0, keep=2000)
+    inputs = [torch.randn(32, 8) for _ in range(6)]
+    expected = [torch.autograd.grad(model(x).sum(), list(model.parameters())) for x in inputs]
+    found = [None] * 6
+
+    def work(number):
+        for _ in range(5):
+            with offload:
+                loss = model(inputs[number]).sum()
+            found[number] = torch.autograd.grad(loss, list(model.parameters()))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    for one, other in zip(expected, found, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert offload.moved_bytes > 0
+    assert (offload._queue.waiting_bytes, offload._queue.early_bytes) == (0, 0)
+
+
+def test_the_model_is_left_as_it_was():
+    model = mlp(4, 5, 2)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with no_leftovers(model), Offload(model, to=CountingStore(), min_bytes=0):
+        model(torch.ones(1, 4)).sum().backward()
+    assert {name: list(module.__dict__) for name, module in model.named_modules()} == {
+        name: list(found) for name, found in before.items()
+    }
+
+
+# ---- failures ----
+
+
+class Broken(CountingStore):
+    fails_at = None
+
+    def write(self, tensor):
+        if self.fails_at == "write" and self.writes >= 1:
+            raise OSError("the store is full")
+        return super().write(tensor)
+
+    def read(self, slot):
+        if self.fails_at == "read":
+            raise OSError("the store cannot be read")
+        return super().read(slot)
+
+
+def test_a_store_that_fails_to_write_leaves_the_next_step_right():
+    store, x = Broken(), leaf(10)
+    store.fails_at = "write"
+    offload = Offload(to=store, min_bytes=0)
+    with pytest.raises(OSError, match="the store is full"), offload:
+        x.exp().sin().exp()
+    assert store.held == 0
+    store.fails_at = None
+    with offload:
+        y = x.exp().sin()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
+    assert (offload._queue.waiting_bytes, store.held) == (0, 0)
+
+
+def test_a_store_that_fails_to_write_an_older_tensor_does_not_lose_it():
+    store, x = Broken(), leaf(10)
+    store.fails_at = "write"
+    with Offload(to=store, keep=40, min_bytes=0):
+        first = x.exp()
+        second = first.sin().exp()  # moves what exp saved
+        with pytest.raises(OSError, match="the store is full"):
+            second.cos().exp()  # moves what the second exp saved
+        store.fails_at = None
+        third = second.cos()
+    third.sum().backward()
+    assert torch.isfinite(x.grad).all()
+    stock = x.detach().clone().requires_grad_()
+    stock.exp().sin().exp().cos().sum().backward()
+    assert torch.equal(x.grad, stock.grad)
+
+
+def test_a_store_that_fails_to_read_can_be_asked_again():
+    store, x = Broken(), leaf(10)
+    with Offload(to=store, min_bytes=0):
+        y = x.exp()
+    store.fails_at = "read"
+    with pytest.raises(OSError, match="cannot be read"):
+        y.sum().backward(retain_graph=True)
+    store.fails_at = None
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_forward_that_raises_leaves_nothing():
+    store, x = CountingStore(), leaf(10)
+    with pytest.raises(ZeroDivisionError), Offload(to=store, min_bytes=0):
+        x.exp().sin().mul(1 / 0)
+    gc.collect()
+    assert store.held == 0
+    x.exp().sum().backward()  # no hook is left in this thread
+    assert store.writes == 2 - 1
+
+
+@pytest.mark.parametrize(
+    ("given_back", "found"),
+    [
+        (lambda t: t.double(), r"torch.float64 \[10\]"),
+        (lambda t: t[:5], r"torch.float32 \[5\]"),
+        (lambda t: t.tolist(), "list"),
+    ],
+)
+def test_a_store_that_gives_back_something_else_is_refused(given_back, found):
+    class Wrong(CountingStore):
+        def read(self, slot):
+            return given_back(slot.tensor)
+
+    x = leaf(10)
+    with Offload(to=Wrong(), min_bytes=0):
+        y = x.exp()
+    with pytest.raises(TypeError, match=rf"was given torch.float32 \[10\] and gave back {found}"):
+        y.sum().backward()
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keep": -1}, ValueError, r"Offload\(keep=-1\): expected 0 or more"),
+        ({"prefetch": -1}, ValueError, r"Offload\(prefetch=-1\)"),
+        ({"min_bytes": 1.5}, TypeError, r"Offload\(min_bytes=...\): expected a whole number, found float"),
+        ({"to": "gpu"}, TypeError, r"""expected "cpu", "disk", or a store .* found 'gpu'"""),
+        ({"to": object()}, TypeError, "found object without write and read"),
+        ({"to": [1]}, TypeError, "found list without write and read"),
+        ({"model": "resnet"}, TypeError, "Offload: expected a module, found str"),
+    ],
+)
+def test_bad_arguments_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        Offload(**options)
+
+
+def test_a_store_without_read_is_refused():
+    class Half:
+        def write(self, tensor):
+            return tensor
+
+    with pytest.raises(TypeError, match="found Half without read"):
+        Offload(to=Half())
+
+
+def test_a_model_that_is_not_called_is_announced():
+    idle = Offload(nn.Linear(2, 2), to=CountingStore())
+    with pytest.warns(UserWarning, match="nothing was saved for backward inside the block"), idle:
+        pass
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="with grad on"), Offload(model, to=CountingStore()), torch.no_grad():
+        model(torch.ones(1, 2))
+
+
+def test_a_block_that_raises_is_not_also_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError), Offload(nn.Linear(2, 2), to=CountingStore()):
+            raise KeyError
+
+
+# ---- compiled ----
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_compiled_models_have_the_same_gradients(backend, inside):
+    torch._dynamo.reset()
+    model, x = mlp(8, 8, 4), torch.randn(6, 8)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    offload = Offload(model, to=CountingStore(), min_bytes=0)
+
+    def step(x):
+        with offload:
+            return model(x).sum()
+
+    if inside:
+        loss = torch.compile(step, backend=backend)(x)
+    else:
+        compiled = torch.compile(model, backend=backend)
+        with offload:
+            loss = compiled(x).sum()
+    loss.backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, grad)
+    assert offload.moved_bytes > 0
+    torch._dynamo.reset()
