@@ -125,7 +125,7 @@ class SavedTensors(Sequence[SavedTensor]):
         refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        self._contexts, self._thread = ExitStack(), threading.get_ident()
+        self._contexts, self._thread = ExitStack(), _thread()
         try:
             for module, name in _named_once(self._model):
                 self._hang_on(module, name)
@@ -155,11 +155,11 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def _hang_on(self, module: nn.Module, name: str) -> None:
         def begin(module: nn.Module, args: tuple) -> None:
-            if threading.get_ident() == self._thread:
+            if _thread() == self._thread:
                 self._running.append(name)
 
         def end(module: nn.Module, args: tuple, output: object) -> None:
-            if threading.get_ident() == self._thread:
+            if _thread() == self._thread:
                 self._running.pop()
 
         self._contexts.callback(module.register_forward_pre_hook(begin).remove)
@@ -182,23 +182,23 @@ class SavedTensors(Sequence[SavedTensor]):
         return pack, unpack
 
     def _record(self, tensor: Tensor) -> SavedTensor:
-        number, nbytes, owner = self._storage(tensor)
+        number, held, owner = self._storage(tensor)
         module = self._running[-1] if self._running else ""
         record = SavedTensor(
             module,
             "",
             tuple(tensor.shape),
             tensor.dtype,
-            tensor.nbytes,
+            nbytes(tensor),
             number,
-            nbytes,
+            held,
             tensor._version,
             owner,
         )
         self._records.append(record)
         self._unnamed.append(record)
         self._holders[number] = self._holders.get(number, 0) + 1
-        self._note(record, "saved", nbytes if self._holders[number] == 1 else 0)
+        self._note(record, "saved", held if self._holders[number] == 1 else 0)
         return record
 
     def _storage(self, tensor: Tensor) -> tuple[int, int, str]:
@@ -207,7 +207,7 @@ class SavedTensors(Sequence[SavedTensor]):
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse: it has none of its own
             self._count += 1
-            return self._count, tensor.nbytes, ""
+            return self._count, nbytes(tensor), ""
         reference, number = self._numbers.get(id(storage), (None, 0))
         if reference is None or reference() is not storage:
             self._count += 1
@@ -249,6 +249,21 @@ class Saved:
         self.records._let_go(self.record)
 
 
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements; of a sparse tensor, of its indices and values."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (
+        (tensor.crow_indices(), tensor.col_indices())
+        if rows
+        else (tensor.ccol_indices(), tensor.row_indices())
+    )
+    return sum(part.nbytes for part in (*indices, tensor.values()))
+
+
 def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers that have memory, by name."""
     if model is not None:
@@ -265,6 +280,10 @@ def _named_once(model: nn.Module | None) -> Iterator[tuple[nn.Module, str]]:
 
 def _short(operation: str) -> str:
     return operation.removesuffix("0").removesuffix("Backward") or "?"
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()  # which the compiler does not know
 
 
 def _running_node() -> str:

@@ -1,0 +1,379 @@
+"""`checkpoint_segments`: less is saved, and gradients and buffers are those of plain training."""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from counting_store import CountingStore
+from torch import nn
+
+from hooklab import Offload, checkpoint_segments, features, no_leftovers, saved_tensors
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def block(width=6):
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=5, extra=()):
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.body = nn.Sequential(*(block() for _ in range(blocks)), *extra)
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x):
+        return self.head(self.body(self.stem(x)))
+
+
+def net(blocks=5, extra=lambda: ()):
+    torch.manual_seed(0)
+    return Net(blocks, extra())
+
+
+def train(model, steps=2, context=None, retain=False):
+    """Gradients, parameters and buffers after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(8, 4)
+        optimizer.zero_grad()
+        if context is None:
+            loss = model(x).square().sum()
+        else:
+            with context:
+                loss = model(x).square().sum()
+        loss.backward(retain_graph=retain)
+        if retain:
+            loss.backward()
+        optimizer.step()
+    return [parameter.grad for parameter in model.parameters()] + list(model.state_dict().values())
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 100])
+def test_gradients_parameters_and_buffers_equal_plain_training(size):
+    model = net()
+    with checkpoint_segments(model, {"body": size}):
+        found = train(model)
+    assert equal(train(net()), found)
+    assert model.body[0][1].num_batches_tracked == 2
+
+
+def test_several_sequentials_each_in_its_own_way():
+    model = net()
+    with checkpoint_segments(model, {"body": 2, "head": 1}):
+        found = train(model)
+    assert equal(train(net()), found)
+
+
+def test_only_the_inputs_of_the_segments_are_saved():
+    model, x = net(), torch.randn(8, 4)
+    with checkpoint_segments(model, {"body": 2}), saved_tensors(model) as saved:
+        y = model.body(model.stem(x))
+    inputs = [one for one in saved if one.shape == (8, 6)]
+    assert len(inputs) == 3  # of blocks 0, 2 and 4
+    assert saved.total_bytes == x.nbytes + 3 * 8 * 6 * 4
+    y.sum().backward()
+
+
+def test_running_statistics_are_updated_once_also_with_retain_graph():
+    model = net()
+    with checkpoint_segments(model, {"body": 1}):
+        found = train(model, retain=True)
+    assert equal(train(net(), retain=True), found)
+    assert model.body[0][1].num_batches_tracked == 2
+
+
+def test_dropout_draws_the_same_numbers_again():
+    extra = lambda: (nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.3))  # noqa: E731
+    model = net(extra=extra)
+    with checkpoint_segments(model, {"body": 3}):
+        found = train(model)
+    assert equal(train(net(extra=extra)), found)
+
+
+class Counter(nn.Module):
+    """Its output depends on a buffer that it changes: a repetition must start from the old value."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.replaces = replaces
+
+    def forward(self, x):
+        if self.replaces:
+            self.calls = self.calls + 1
+        else:
+            self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_buffers_that_the_output_depends_on_have_their_old_value_again(replaces):
+    extra = lambda: (Counter(replaces), nn.Tanh())  # noqa: E731
+    model = net(extra=extra)
+    with checkpoint_segments(model, {"body": 7}):
+        found = train(model, steps=3)
+    assert equal(train(net(extra=extra), steps=3), found)
+    assert model.body[5].calls == 3
+
+
+def test_spectral_norm_iterates_once():
+    extra = lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),)  # noqa: E731
+    model = net(extra=extra)
+    with checkpoint_segments(model, {"body": 2}):
+        found = train(model)
+    assert equal(train(net(extra=extra)), found)
+
+
+def test_two_forwards_before_the_backwards():
+    def run(model):
+        first, second = torch.ones(8, 4).cumsum(0), torch.ones(8, 4).cumsum(1)
+        losses = model(first).sum(), model(second).exp().sum()
+        losses[1].backward(), losses[0].backward()
+        return [parameter.grad for parameter in model.parameters()] + list(model.state_dict().values())
+
+    model = net()
+    with checkpoint_segments(model, {"body": 2}):
+        found = run(model)
+    assert equal(run(net()), found)
+
+
+def test_a_graph_that_is_never_used_leaves_buffers_as_plain_training():
+    model, plain = net(), net()
+    x = torch.randn(8, 4)
+    with checkpoint_segments(model, {"body": 2}):
+        model(x)
+    plain(x)
+    assert equal(list(plain.state_dict().values()), list(model.state_dict().values()))
+
+
+def test_without_grad_nothing_is_checkpointed():
+    model, x = net().eval(), torch.randn(8, 4)
+    expected = model(x)
+    with checkpoint_segments(model, {"body": 2}), torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def test_composed_with_offload_the_inputs_move_and_gradients_are_equal():
+    model, store = net(), CountingStore()
+    offload = Offload(model, to=store, min_bytes=0)
+    with checkpoint_segments(model, {"body": 2, "head": 3}):
+        found = train(model, context=offload)
+    assert equal(train(net()), found)
+    # each step: the input, three inputs of segments of the body, the input of the head, what is squared
+    assert offload.moved_bytes == 2 * (8 * 4 + 3 * 8 * 6 + 8 * 6 + 8) * 4
+    assert store.held == 0
+
+
+def test_hooks_on_the_blocks_still_fire_and_features_count_once():
+    model, x = net(), torch.randn(8, 4)
+    with checkpoint_segments(model, {"body": 2}), features(model, "body.*") as f:
+        model(x).sum().backward()
+        assert [len(f.calls[f"body.{index}"]) for index in range(5)] == [1] * 5
+
+
+def test_an_error_in_a_block_leaves_buffers_in_place():
+    model = net()
+    handle = model.body[3].register_forward_hook(lambda module, args, output: 1 / 0)
+    buffers = dict(model.named_buffers())
+    with checkpoint_segments(model, {"body": 5}), pytest.raises(ZeroDivisionError):
+        model(torch.randn(8, 4))
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    handle.remove()
+
+
+def test_an_error_while_computing_again_leaves_buffers_in_place():
+    model, calls = net(), []
+
+    def fails_the_second_time(module, args, output):
+        calls.append(module)
+        if len(calls) > 1:
+            raise ZeroDivisionError
+
+    buffers = dict(model.named_buffers())
+    with checkpoint_segments(model, {"body": 5}):
+        loss = model(torch.randn(8, 4)).sum()
+        with model.body[1].register_forward_hook(fails_the_second_time):
+            calls.append(None)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+
+
+def test_threads():
+    model = net().eval()
+    xs = [torch.randn(8, 4) for _ in range(4)]
+    expected = [torch.autograd.grad(model(x).sum(), list(model.parameters())) for x in xs]
+    found = [None] * 4
+
+    def work(number):
+        found[number] = torch.autograd.grad(model(xs[number]).sum(), list(model.parameters()))
+
+    with checkpoint_segments(model, {"body": 2}):
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert all(equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+# ---- life ----
+
+
+def test_after_remove_the_model_is_as_before():
+    model = net()
+    before = {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()}
+    with no_leftovers(model):
+        handle = checkpoint_segments(model, {"body": 2, "head": 1})
+        assert isinstance(model.body, nn.Sequential)
+        assert list(model.state_dict()) == list(net().state_dict())
+        handle.remove()
+        handle.remove()
+    assert {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()} == before
+    pickle.loads(pickle.dumps(model))
+
+
+def test_a_copy_made_meanwhile_works_by_itself():
+    model = net()
+    handle = checkpoint_segments(model, {"body": 2})
+    twin = copy.deepcopy(model)
+    again = pickle.loads(pickle.dumps(model))
+    handle.remove()
+    found = train(twin)
+    assert equal(train(net()), found)
+    assert equal(train(again), found)
+    assert equal(train(model), found)
+
+
+def test_subclasses_of_sequential_without_a_forward_of_their_own():
+    class Stage(nn.Sequential):
+        pass
+
+    model = net()
+    model.body = Stage(*model.body)
+    with checkpoint_segments(model, {"body": 2}):
+        assert isinstance(model.body, Stage)
+        found = train(model)
+    assert type(model.body) is Stage
+    assert equal(train(net()), found)
+
+
+def test_the_handle_says_what_it_did():
+    model = net()
+    handle = checkpoint_segments(model, {"body": 2})
+    assert repr(handle) == "Segments(body: 2)"
+    handle.remove()
+    assert repr(handle) == "Segments(removed)"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_inside_a_compiled_model_it_is_right_though_not_compiled(backend):
+    torch._dynamo.reset()
+    model = net()
+    with checkpoint_segments(model, {"body": 2}):
+        compiled = torch.compile(model, backend=backend)
+        torch.manual_seed(0)
+        compiled(torch.randn(8, 4)).square().sum().backward()
+    plain = net()
+    torch.manual_seed(0)
+    plain(torch.randn(8, 4)).square().sum().backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, other.grad)
+    assert model.body[0][1].num_batches_tracked == 1
+    torch._dynamo.reset()
+
+
+def test_with_fullgraph_it_is_refused_in_words():
+    torch._dynamo.reset()
+    model = net()
+    with checkpoint_segments(model, {"body": 2}):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match=r"checkpoint_segments does not work inside torch\.compile"):
+            compiled(torch.randn(8, 4))
+        model(torch.randn(8, 4))
+    torch._dynamo.reset()
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        ({"bodi": 1}, KeyError, "no layer is called 'bodi'; close: body"),
+        ({"xyz": 1}, KeyError, "close: body"),
+        ({"stem": 1}, TypeError, "'stem' should be a Sequential.*found Linear"),
+        ({"": 1}, TypeError, "should be a Sequential.*found Net"),
+        ({"body": 0}, ValueError, "'body': expected 1 or more, found 0"),
+        ({"body": -3}, ValueError, "expected 1 or more, found -3"),
+        ({"body": 1.5}, TypeError, "expected a whole number, found 1.5"),
+        ({"body": True}, TypeError, "expected a whole number, found True"),
+        ({}, ValueError, "the plan is empty"),
+        (["body"], TypeError, "found list"),
+        ("body", TypeError, "found str"),
+        ({"body": 1, "head": 0}, ValueError, "'head'"),
+    ],
+)
+def test_a_bad_plan_is_refused_and_nothing_has_changed(plan, error, message):
+    model = net()
+    with pytest.raises(error, match=message):
+        checkpoint_segments(model, plan)
+    assert type(model.body) is type(model.head) is nn.Sequential
+    assert "_hooklab_blocks" not in model.body.__dict__
+
+
+def test_a_sequential_with_its_own_forward_is_refused():
+    class Residual(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    model = net()
+    model.body = Residual(*model.body)
+    with pytest.raises(TypeError, match="found Residual"):
+        checkpoint_segments(model, {"body": 1})
+
+
+def test_a_second_time_is_refused():
+    model = net()
+    with checkpoint_segments(model, {"body": 1}):
+        with pytest.raises(ValueError, match="runs in segments already"):
+            checkpoint_segments(model, {"body": 2})
+        model(torch.randn(8, 4))
+
+
+def test_two_names_of_one_layer_are_refused():
+    model = net()
+    model.alias = model.body
+    with pytest.raises(ValueError, match="another name of a layer"):
+        checkpoint_segments(model, {"body": 1, "alias": 1})
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="checkpoint_segments: expected a module, found dict"):
+        checkpoint_segments({}, {"body": 1})
+
+
+def test_a_layer_that_is_never_called_is_announced():
+    model = net()
+    with (
+        pytest.warns(UserWarning, match="never called: head"),
+        checkpoint_segments(model, {"body": 1, "head": 1}),
+    ):
+        model.body(torch.randn(8, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError), checkpoint_segments(model, {"body": 1}):
+            raise KeyError

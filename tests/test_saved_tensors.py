@@ -1,0 +1,415 @@
+"""`saved_tensors`: what autograd saves, counted and named, and let go again."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from models import mlp
+from torch import nn
+from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
+
+from hooklab import draw, no_leftovers, saved_tensors, trace
+
+names_nodes = pytest.mark.skipif(
+    not hasattr(graph, "node_creation_hook"), reason="this PyTorch does not show Nodes as they are created"
+)
+
+
+def leaf(*shape):
+    return torch.randn(*shape).requires_grad_()
+
+
+# ---- what is recorded ----
+
+
+@names_nodes
+def test_every_saved_tensor_has_its_operation_shape_dtype_and_bytes():
+    a, b = leaf(3), leaf(3)
+    with saved_tensors() as saved:
+        (a * b).exp()
+    assert [(one.operation, one.shape, one.dtype, one.bytes) for one in saved] == [
+        ("MulBackward0", (3,), torch.float32, 12),
+        ("MulBackward0", (3,), torch.float32, 12),
+        ("ExpBackward0", (3,), torch.float32, 12),
+    ]
+
+
+@names_nodes
+@pytest.mark.parametrize(
+    ("compute", "operations"),
+    [
+        (lambda x: x + 1, []),
+        (lambda x: x.relu(), ["ReluBackward0"]),
+        (lambda x: nn.functional.relu(x * 2, inplace=True), ["ReluBackward0"]),
+        (lambda x: x.softmax(0).log(), ["SoftmaxBackward0", "LogBackward0"]),
+        (lambda x: Twice.apply(x), ["TwiceBackward"]),
+        (lambda x: nn.functional.linear(x[None], torch.ones(2, 3)), ["MmBackward0"]),
+    ],
+)
+def test_operations_are_named_by_the_node_that_saves(compute, operations):
+    with saved_tensors() as saved:
+        compute(leaf(3))
+    assert [one.operation for one in saved] == operations
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_without_the_hook_of_new_nodes_backward_tells_the_operation(monkeypatch):
+    monkeypatch.setattr("hooklab._saved_tensors.NODE_CREATION_HOOK", None)
+    x = leaf(3)
+    with saved_tensors() as saved:
+        y = x.exp().sin()
+    assert {one.operation for one in saved} == {""}
+    y.sum().backward()
+    assert [one.operation for one in saved] == ["ExpBackward0", "SinBackward0"]
+
+
+def test_modules_are_named_from_the_inside():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sigmoid()))
+    with saved_tensors(model) as saved:
+        model(leaf(1, 2)).exp()
+    assert [one.module for one in saved] == ["0", "0", "1.0", "1.1", ""]
+
+
+def test_a_forward_that_raises_leaves_the_names_right():
+    class Fails(nn.Module):
+        def forward(self, x):
+            x.exp()
+            raise ValueError("no")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Fails(), nn.Tanh()
+
+        def forward(self, x):
+            try:
+                self.first(x)
+            except ValueError:
+                return self.second(x)
+
+    model = Model()
+    with saved_tensors(model) as saved:
+        model(leaf(2))
+    assert [one.module for one in saved] == ["first", "second"]
+
+
+def test_parameters_and_buffers_are_named_also_behind_views():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.BatchNorm1d(2)).eval()
+    with saved_tensors(model) as saved:
+        model(torch.randn(5, 3))
+    owners = sorted(one.owner for one in saved if one.owner)
+    assert owners == ["2.weight", "3.running_mean", "3.running_var", "3.weight"]
+    assert saved.parameter_bytes == 4 * 2 * 4 + 3 * 2 * 4
+
+
+def test_bytes_are_counted_once_for_each_memory():
+    x = leaf(100)
+    with saved_tensors() as saved:
+        y = x.exp()  # saves its result
+        y.sin() + y.cos()  # save it again, twice
+    assert (len(saved), saved.total_bytes, saved.unique_bytes) == (3, 1200, 400)
+    assert len({one.storage for one in saved}) == 1
+
+
+def test_a_slice_is_counted_with_the_memory_that_it_keeps_alive():
+    base, x = torch.randn(1000), leaf(10)
+    with saved_tensors() as saved:
+        x * base[:10]
+    assert (saved.total_bytes, saved.unique_bytes) == (40, 4000)
+
+
+def test_an_expanded_tensor_needs_more_as_a_copy_than_in_memory():
+    x = leaf(1000)
+    with saved_tensors() as saved:
+        x * torch.ones(1).expand(1000)
+    assert (saved.total_bytes, saved.unique_bytes) == (4000, 4)
+
+
+def test_versions_are_noted():
+    x = leaf(3)
+    with saved_tensors() as saved:
+        y = x * 1.0
+        y.sin()
+        y.add_(1)
+        y.sin()
+    assert [one.version for one in saved] == [0, 1]
+    assert saved.unique_bytes == 12
+
+
+def test_a_memory_that_is_used_again_is_another_one():
+    x = leaf(1000)
+    with saved_tensors() as saved:
+        for _ in range(20):
+            x.exp()  # dropped at once: the next takes its place
+    assert len({one.storage for one in saved}) == 20
+    assert max(saved.held) == 4000
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes"),
+    [
+        (torch.sparse_coo, 2 * 3 * 8 + 12),
+        (torch.sparse_csr, 4 * 8 + 3 * 8 + 12),
+        (torch.sparse_csc, 4 * 8 + 3 * 8 + 12),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_are_counted_with_their_indices(layout, bytes):
+    sparse, dense = torch.eye(3).to_sparse(layout=layout).requires_grad_(), leaf(3, 3)
+    with saved_tensors() as saved:
+        torch.sparse.mm(sparse, dense)
+    assert sorted(one.bytes for one in saved) == sorted([36, bytes])
+
+
+def test_resnet152_at_batch_256_is_counted_on_the_meta_device():
+    torchvision = pytest.importorskip("torchvision")
+    with torch.device("meta"):
+        model, x = torchvision.models.resnet152(weights=None), torch.empty(256, 3, 224, 224)
+    with saved_tensors(model) as saved:
+        model(x)
+    # Counted independently: every output and input by the shapes of the network.
+    assert saved.total_bytes == pytest.approx(68.76e9, rel=1e-3)
+    assert saved.unique_bytes == pytest.approx(45.66e9, rel=1e-3)
+    assert saved.parameter_bytes == pytest.approx(0.241e9, rel=1e-2)
+
+
+# ---- nothing changes ----
+
+
+def test_gradients_are_the_same_bit_for_bit():
+    torch.manual_seed(0)
+    model, x = mlp(8, 16, 4), torch.randn(6, 8)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with saved_tensors(model) as saved:
+        loss = model(x).sum()
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, expected, found))
+    assert len(saved) > 0
+
+
+def test_an_edit_in_place_still_raises():
+    x = leaf(5)
+    with saved_tensors():
+        y = x.exp()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"
+    ):
+        y.sum().backward()
+
+
+def test_no_hook_stays_also_after_an_error():
+    model = mlp(4, 5, 2)
+    with no_leftovers(model):
+        with pytest.raises(ZeroDivisionError), saved_tensors(model):
+            model(torch.ones(1, 4)).sum() / (1 // 0)
+        with saved_tensors(model):
+            model(torch.ones(1, 4))
+    seen = []
+    with graph.saved_tensors_hooks(lambda t: seen.append(t) or t.detach(), lambda t: t):
+        leaf(3).exp()
+    assert len(seen) == 1
+
+
+def test_graph_and_memory_go_without_gc():
+    gc.collect()
+    gc.disable()
+    try:
+        x = leaf(1000)
+        with saved_tensors() as saved:
+            y = x.exp()
+        memory = weakref.ref(y.untyped_storage())
+        del y
+        assert memory() is None
+        assert saved.held == [4000, 0]
+        reference = weakref.ref(saved)
+        del saved
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_other_threads_are_not_recorded():
+    model = mlp(4, 5, 2)
+    with saved_tensors(model) as saved:
+        thread = threading.Thread(target=lambda: model(torch.ones(3, 4)))
+        thread.start()
+        thread.join()
+        model(torch.ones(3, 4))
+    expected = saved_tensors(model)
+    with expected:
+        model(torch.ones(3, 4))
+    assert [one.module for one in saved] == [one.module for one in expected]
+
+
+def test_what_a_checkpoint_saves_inside_is_not_seen_its_input_is():
+    model, x = mlp(4, 5, 2), leaf(3, 4)
+    with saved_tensors(model) as saved:
+        y = checkpoint(model, x, use_reentrant=False)
+    assert [one.bytes for one in saved] == [x.nbytes]
+    y.sum().backward()
+
+
+def test_nested_meters_both_see_and_trace_too():
+    x = leaf(3)
+    with trace(x=x) as events, saved_tensors() as outer, saved_tensors() as inner:
+        y = x.exp()
+    y.sum().backward()
+    assert len(outer) == len(inner) == 1
+    assert [event.kind for event in events.events if event.kind == "pack"] == ["pack"]
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_compiled_models_are_counted():
+    torch._dynamo.reset()
+    model = mlp(4, 5, 2)
+    compiled = torch.compile(model, backend="aot_eager")
+    with saved_tensors(model) as saved:
+        y = compiled(torch.ones(3, 4))
+    assert saved.total_bytes > 0
+    y.sum().backward()
+    torch._dynamo.reset()
+
+
+# ---- what is held ----
+
+
+def test_what_is_held_grows_in_forward_and_shrinks_in_backward():
+    x = leaf(100)
+    with saved_tensors() as saved:
+        y = x.exp().tanh().sigmoid()
+    assert saved.held == [400, 800, 1200]
+    y.sum().backward()
+    assert saved.held == [400, 800, 1200, 800, 400, 0]
+    assert [event for _, event in saved.events] == ["saved"] * 3 + ["let go"] * 3
+
+
+def test_memory_shared_by_two_saves_is_let_go_with_the_second():
+    x = leaf(100)
+    with saved_tensors() as saved:
+        y = x.exp().sin()
+    y.sum().backward()
+    assert saved.held == [400, 400, 400, 0]
+
+
+def test_parameters_are_not_held():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
+    with saved_tensors(model) as saved:
+        y = model(torch.ones(2, 3))
+    assert max(saved.held) == 2 * 24
+    y.sum().backward()
+    assert saved.held[-1] == 0
+
+
+def test_with_retain_graph_nothing_is_let_go():
+    x = leaf(100)
+    with saved_tensors() as saved:
+        y = x.exp().sum()
+    y.backward(retain_graph=True)
+    assert saved.held == [400]
+    y.backward()
+    assert saved.held == [400, 0]
+
+
+# ---- table and picture ----
+
+
+@names_nodes
+def test_the_table_has_a_line_for_each_module_and_the_totals():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    with saved_tensors(model) as saved:
+        model(torch.ones(3, 4)).exp()
+    assert saved.table() == "\n".join(
+        [
+            "module  saved by  tensors  bytes  new bytes",
+            "0       Addmm           1     48         48",
+            "1       Relu            1     96         96",
+            "2       Addmm           2    128          0",
+            "-       Exp             1     12         12",
+            "total                   5    284        156",
+        ]
+    )
+
+
+def test_the_picture_says_what_is_held_at_most_and_at_the_end():
+    x = leaf(1000)
+    with saved_tensors() as saved:
+        y = x.exp().tanh().sum()
+    y.backward()
+    picture = draw.memory(saved)
+    assert picture.facts.splitlines() == [
+        "saved: 2, let go: 2", "held at most: 8,000 bytes", "held at the end: 0 bytes",
+    ]  # fmt: skip
+    assert "KiB held for backward" in picture.svg
+    assert "the first is let go" in picture.svg
+
+
+@pytest.mark.parametrize(("elements", "unit"), [(10, "bytes"), (1000, "KiB"), (10**6, "MiB"), (10**9, "GiB")])
+def test_the_picture_chooses_its_unit(elements, unit):
+    x = torch.empty(elements, device="meta", requires_grad=True)
+    with saved_tensors() as saved:
+        y = x.exp()
+    assert f"{unit} held for backward" in draw.memory(saved).svg
+    del y
+
+
+def test_the_picture_has_the_parts_of_the_model():
+    model = nn.Sequential()
+    model.add_module("stem", nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()))
+    model.add_module("head", nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()))
+    with saved_tensors(model) as saved:
+        y = model(torch.ones(2, 4))
+    y.sum().backward()
+    svg = draw.memory(saved).svg
+    assert svg.count(">stem<") == 2  # going and coming back
+    assert svg.count(">head<") == 1  # without a break in between
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], "saved"])
+def test_the_picture_refuses_something_else(wrong):
+    with pytest.raises(TypeError, match=r"memory: expected what hooklab.saved_tensors returns"):
+        draw.memory(wrong)
+
+
+def test_the_picture_refuses_an_empty_record():
+    with pytest.raises(ValueError, match="nothing has been saved yet"):
+        draw.memory(saved_tensors())
+
+
+# ---- bad input ----
+
+
+def test_something_that_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="saved_tensors: expected a module, found Tensor"):
+        saved_tensors(torch.ones(3))
+
+
+def test_a_block_cannot_be_opened_twice_at_a_time():
+    saved = saved_tensors()
+    with saved, pytest.raises(RuntimeError, match="this block is open already"):
+        saved.__enter__()
+    with saved:
+        leaf(3).exp()
+    assert len(saved) == 1
+
+
+def test_a_model_that_is_not_called_is_announced():
+    with (
+        pytest.warns(UserWarning, match="nothing was saved inside the block"),
+        saved_tensors(nn.Linear(2, 2)),
+    ):
+        pass
