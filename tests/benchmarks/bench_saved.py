@@ -1,0 +1,192 @@
+"""Saved tensors: what is moved (exact, by counting) and what it costs (ratios), against the sources' ways.
+
+Counted: ResNet-152, batch 2 at 224 x 224, parameters and buffers on neither side. Timed: the meter and Offload
+with everything kept on ResNet-50, the disk against one torch.save file per tensor.
+"""
+
+import os
+import sys
+import tempfile
+import uuid
+
+import torch
+from interleaved import medians, report
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torchvision.models import resnet50, resnet152
+
+from hooklab import Offload, checkpoint_segments, saved_tensors
+from hooklab.stores import Disk
+
+PLAN = {"layer1": 1, "layer2": 2, "layer3": 6, "layer4": 3}
+MIB = 2**20
+
+
+class Counting:
+    def write(self, tensor):
+        return tensor.clone()
+
+    def read(self, slot):
+        return slot
+
+
+def moved() -> bool:
+    """Bytes that go to the store, as shares of what `save_on_cpu` moves; gradients and buffers bit-equal."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 224, 224)
+
+    def step(*contexts):
+        torch.manual_seed(0)
+        model = resnet152(weights=None)
+        opened = [context(model) for context in contexts]
+        for context in opened:
+            context.__enter__()
+        loss = model(x).square().sum()
+        for context in reversed(opened):
+            context.__exit__(None, None, None)
+        loss.backward()
+        return [p.grad for p in model.parameters()] + list(model.buffers()), opened
+
+    plain, (meter,) = step(saved_tensors)
+    stock = meter.total_bytes - sum(one.bytes for one in meter if one.owner)
+    unique = meter.unique_bytes - meter.parameter_bytes
+    print(f"ResNet-152, batch 2: save_on_cpu moves {stock:,} bytes, {unique:,} of them are unique")
+    kept = report("unique bytes / save_on_cpu", unique / stock, 0.67)
+    segments = lambda model: checkpoint_segments(model, PLAN)  # noqa: E731
+    rows = {
+        "Offload": ([lambda model: Offload(model, to=Counting(), min_bytes=0)], 0.67),
+        "Offload, default min_bytes": ([lambda model: Offload(model, to=Counting())], 0.67),
+        "segments 1/2/6/3 + Offload": ([segments, lambda model: Offload(model, to=Counting())], None),
+        "segments 1/2/6/3 + Offload, keep 16 MiB": (
+            [segments, lambda model: Offload(model, to=Counting(), keep=16 * MIB)],
+            0.09,
+        ),
+    }
+    for name, (contexts, budget) in rows.items():
+        found, opened = step(*contexts)
+        equal = all(map(torch.equal, plain, found))
+        share = opened[-1].moved_bytes / stock
+        line = f"{name}: moved / save_on_cpu"
+        if budget is None:
+            print(f"{line:60} {share:8.3f} x   (the stem, outside the plan, included)")
+        else:
+            kept &= report(line, share, budget)
+        print(f"  {opened[-1]}; gradients and buffers {'bit-equal' if equal else 'DIFFER'}")
+        kept &= equal and opened[-1].moved_bytes > 0
+    torch.use_deterministic_algorithms(False)
+    return kept
+
+
+def overhead() -> bool:
+    """On ResNet-50, forward and backward."""
+    torch.manual_seed(0)
+    model, x = resnet50(weights=None), torch.randn(2, 3, 96, 96)
+
+    def step(context=None):
+        model.zero_grad()
+        if context is None:
+            loss = model(x).sum()
+        else:
+            with context:
+                loss = model(x).sum()
+        loss.backward()
+
+    seconds = medians(
+        {
+            "plain": step,
+            "identity hooks": lambda: step(saved_tensors_hooks(lambda t: t.detach(), lambda t: t)),
+            "saved_tensors": lambda: step(saved_tensors(model)),
+            "Offload, all kept": lambda: step(Offload(model, to=Counting(), keep=10**12, min_bytes=0)),
+        },
+        rounds=15,
+        repeat=1,
+    )
+    print("ResNet-50, 2 x 3 x 96 x 96, forward and backward, one thread")
+    print("  " + "   ".join(f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()))
+    first = report("saved_tensors / plain", seconds["saved_tensors"] / seconds["plain"], 1.15)
+    return first & report(
+        "Offload with everything kept / identity hooks",
+        seconds["Offload, all kept"] / seconds["identity hooks"],
+        1.25,
+    )
+
+
+def small_layers() -> None:
+    """Where the cost per tensor shows: a tiny MLP. Reported, without a budget."""
+    torch.manual_seed(0)
+    blocks = [block for _ in range(24) for block in (nn.Linear(16, 16), nn.ReLU())]
+    model, x = nn.Sequential(*blocks), torch.randn(8, 16)
+
+    def step(context):
+        with context:
+            loss = model(x).sum()
+        loss.backward()
+
+    seconds = medians(
+        {
+            "identity hooks": lambda: step(saved_tensors_hooks(lambda t: t.detach(), lambda t: t)),
+            "saved_tensors": lambda: step(saved_tensors(model)),
+            "Offload, all kept": lambda: step(Offload(model, to=Counting(), keep=10**12, min_bytes=0)),
+        },
+        rounds=40,
+        repeat=3,
+    )
+    print("24 x (Linear, ReLU), forward and backward")
+    print("  " + "   ".join(f"{name} {value * 1e6:.0f} us" for name, value in seconds.items()))
+
+
+class FilePerTensor:
+    """The sources' way: an object that owns one `torch.save` file and deletes it."""
+
+    folder = ""
+
+    def __init__(self, tensor):
+        self.name = os.path.join(self.folder, str(uuid.uuid4()))
+        torch.save(tensor, self.name)
+
+    def load(self):
+        return torch.load(self.name, weights_only=True)
+
+    def __del__(self):
+        os.remove(self.name)
+
+
+def disk() -> bool:
+    """Write and read together, per tensor."""
+    kept = True
+    with tempfile.TemporaryDirectory() as folder:
+        FilePerTensor.folder = folder
+        store = Disk(folder)
+        for name, elements, count, rounds, budget in (
+            ("1 KiB", 256, 100, 15, 0.1), ("1 MiB", 2**18, 16, 15, 1 / 3), ("64 MiB", 2**24, 2, 7, 1.0),
+        ):  # fmt: skip
+            tensors = [torch.randn(elements) for _ in range(count)]
+
+            def files(tensors=tensors):
+                saved = [FilePerTensor(tensor) for tensor in tensors]
+                return [one.load() for one in saved][-1]
+
+            def slots(tensors=tensors):
+                saved = [store.write(tensor) for tensor in tensors]
+                return [store.read(slot) for slot in saved][-1]
+
+            assert torch.equal(files(), slots())
+            seconds = medians({"torch.save files": files, "Disk": slots}, rounds=rounds, repeat=1)
+            each = "   ".join(f"{key} {value / count * 1e6:.0f} us" for key, value in seconds.items())
+            print(f"{name}, write + read: {each}")
+            kept &= report(
+                f"Disk / torch.save files, {name}", seconds["Disk"] / seconds["torch.save files"], budget
+            )
+    return kept
+
+
+def main() -> bool:
+    kept = moved()
+    kept &= overhead()
+    small_layers()
+    return disk() & kept
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
