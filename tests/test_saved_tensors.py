@@ -260,7 +260,7 @@ def test_what_a_checkpoint_saves_inside_is_not_seen_its_input_is():
     model, x = mlp(4, 5, 2), leaf(3, 4)
     with saved_tensors(model) as saved:
         y = checkpoint(model, x, use_reentrant=False)
-    assert [one.bytes for one in saved] == [x.nbytes]
+    assert [one.bytes for one in saved if one.bytes] == [x.nbytes]  # older versions save an empty one too
     y.sum().backward()
 
 
