@@ -1,41 +1,40 @@
 """How a tensor lies in memory: what of it must be moved, and how to lay it out again."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 __all__ = ["Geometry"]
 
 
-@dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape, strides, dtype and device of a strided tensor; `flat` takes its content, `rebuild` puts it back."""
+    """Shape, strides, dtype and device of a strided tensor; `flat` takes its content, `rebuild` puts it back.
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    conj: bool
-    span: int  # elements of memory from the first to the last
-    core: tuple[int, ...]  # the shape, with 1 where expand repeats
+    Attributes:
+        span: elements of memory from the first to the last.
+        core: the shape, with 1 where expand repeats.
+        has_gaps: True for a slice: between its elements lie others that are not its own.
+        nbytes: what has to be moved.
+    """
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Geometry":
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        core = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
-        span = 1 + sum((size - 1) * stride for size, stride in zip(core, strides, strict=True))
-        return cls(shape, strides, tensor.dtype, tensor.device, tensor.is_conj(), span, core)
+    __slots__ = ("conj", "core", "device", "dtype", "has_gaps", "nbytes", "shape", "span", "strides")
 
-    @property
-    def has_gaps(self) -> bool:
-        """True for a slice: between its elements lie others that are not its own."""
-        return self.span > torch.Size(self.core).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """What has to be moved."""
-        return min(self.span, torch.Size(self.core).numel()) * self.dtype.itemsize
+    def __init__(self, tensor: Tensor):
+        self.shape, self.strides = tensor.shape, tensor.stride()
+        self.dtype, self.device, self.conj = tensor.dtype, tensor.device, tensor.is_conj()
+        if tensor.is_contiguous():
+            self.core, self.span, self.has_gaps, self.nbytes = (
+                self.shape,
+                tensor.numel(),
+                False,
+                tensor.nbytes,
+            )
+            return
+        sizes = list(zip(self.shape, self.strides, strict=True))
+        self.core = tuple(1 if stride == 0 else size for size, stride in sizes)
+        self.span = 1 + sum((size - 1) * stride for size, stride in sizes)
+        elements = torch.Size(self.core).numel()
+        self.has_gaps = self.span > elements
+        self.nbytes = min(self.span, elements) * self.dtype.itemsize
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The content as a 1-D tensor: a view of the same memory, or for a slice a copy of its own elements."""

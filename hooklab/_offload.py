@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import deque
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +17,12 @@ __all__ = ["Packed", "Queue"]
 class Packed:
     """One saved tensor, and what is needed to give it back. It goes when the graph goes."""
 
+    early = False  # read ahead or restored: counted in `queue.early_bytes`
+    tensor: Tensor | None = None
+
     def __init__(self, queue: "Queue", tensor: Tensor):
         self.queue = queue
-        self.geometry = Geometry.of(tensor)
+        self.geometry = Geometry(tensor)
         self.nbytes = self.geometry.nbytes
         self.storage = weakref.ref(tensor.untyped_storage())
         self.tensor, self.version = hold(tensor)  # until it moves
@@ -26,7 +30,6 @@ class Packed:
         self.slot: Any = None
         self.uses = self.left = 0  # how often it was saved; how often it is still wanted
         self.restored: Tensor | None = None  # read, and wanted once more
-        self.early = False  # read ahead or restored: counted in `queue.early_bytes`
 
     def move(self) -> None:
         """Write the content to the store. Of the tensor only the version counter stays."""
@@ -48,9 +51,13 @@ class Packed:
             self.release()
         return tensor
 
-    def read_ahead(self) -> None:
-        if self.slot is not None and not self.early and self.reserve():
+    def read_ahead(self) -> bool:
+        """Begin to read; False if there is no room."""
+        if self.slot is None or self.early:
+            return True
+        if self.reserve():
             self.queue.store.prefetch(self.slot)
+        return self.early
 
     def reserve(self) -> bool:
         """True if this one may lie ready before it is wanted."""
@@ -81,6 +88,8 @@ class Queue:
         self.found: dict[tuple, weakref.ref[Packed]] = {}  # what is saved again is found here
         self.waiting_bytes = self.early_bytes = self.moved_bytes = self.kept_bytes = 0
         self.newest: weakref.ref[Packed] | None = None
+        self.ahead: weakref.ref[Packed] | None = None  # how far reading ahead has come
+        self.numbers = count()
         self.lock = threading.RLock()  # backward may run in other threads
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -99,6 +108,7 @@ class Queue:
         return packed
 
     def append(self, key: tuple, packed: Packed) -> None:
+        packed.number = next(self.numbers)
         packed.older, self.newest = self.newest, weakref.ref(packed, lambda gone: self.forget(key, gone))
         self.found[key] = self.newest
         self.waiting.append(self.newest)
@@ -120,11 +130,17 @@ class Queue:
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:
+            expected = packed.early or packed.slot is None
             tensor = packed.content()
-            room = self.prefetch if self.reads_ahead else 0
-            while (
-                packed.older is not None and (packed := packed.older()) is not None and room >= packed.nbytes
-            ):
-                packed.read_ahead()  # backward goes from the newest to the oldest: a hint, no more
-                room -= packed.nbytes
+            if self.reads_ahead:
+                self.read_ahead(packed, expected)
         return tensor
+
+    def read_ahead(self, packed: Packed, expected: bool) -> None:
+        """A hint: backward goes from the newest to the oldest. Go on where the last one ended, while there is room."""
+        last = self.ahead() if expected and self.ahead is not None else None
+        if last is None or last.number > packed.number:
+            last = packed
+        while last.older is not None and (older := last.older()) is not None and older.read_ahead():
+            last = older
+        self.ahead = weakref.ref(last)

@@ -195,7 +195,8 @@ class Offload:
         ):
             return hold(tensor)
         if storage.nbytes() < self._min_bytes or not self._reaches(tensor):
-            self._queue.kept_bytes += tensor.nbytes
+            with self._queue.lock:
+                self._queue.kept_bytes += tensor.nbytes
             return hold(tensor)
         return self._queue.pack(tensor)
 

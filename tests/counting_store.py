@@ -21,6 +21,7 @@ class CountingStore:
 class Copy:
     def __init__(self, store: CountingStore, tensor: Tensor):
         self.store, self.tensor = store, tensor
+        self.number = store.writes
         store.held += 1
 
     def __del__(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab import Offload, no_leftovers, saved_tensors
 from hooklab._geometry import Geometry
+from hooklab._offload import Packed
 
 EVERYTHING = 10**12
 
@@ -261,7 +262,7 @@ def test_any_view_is_taken_apart_and_rebuilt(data):
             view = view.select(dim, data.draw(st.integers(0, view.shape[dim] - 1)))
         else:
             view = view.unfold(dim, data.draw(st.integers(1, view.shape[dim])), 1)
-    geometry = Geometry.of(view)
+    geometry = Geometry(view)
     flat = geometry.flat(view).clone()
     again = geometry.rebuild(flat)
     assert flat.nbytes == geometry.nbytes <= max(view.nbytes, 1)
@@ -539,6 +540,85 @@ def test_checkpoint_inputs_go_through_positional_ones_only():
         with offload:
             checkpoint(lambda *, x: model(x), x=x, use_reentrant=False)
     assert offload.moved_bytes == 0
+
+
+# ---- reading ahead ----
+
+
+class Prefetching(CountingStore):
+    """Notes in which order slots are asked for early and read."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def prefetch(self, slot):
+        self.log.append(("prefetch", slot.number))
+
+    def read(self, slot):
+        self.log.append(("read", slot.number))
+        return super().read(slot)
+
+
+def chain(length, store, prefetch, keep=0):
+    x = leaf(10)
+    offload = Offload(to=store, prefetch=prefetch, keep=keep, min_bytes=0)
+    with offload:
+        y = x
+        for _ in range(length):
+            y = y.exp().mul(0.1)
+    return x, y, offload
+
+
+def test_what_is_wanted_next_is_asked_for_early_from_the_newest_to_the_oldest():
+    store = Prefetching()
+    _, y, _ = chain(6, store, prefetch=80)  # room for two of 40 bytes
+    y.sum().backward()
+    assert store.log == [
+        ("read", 6), ("prefetch", 5), ("prefetch", 4),
+        ("read", 5), ("prefetch", 3), ("read", 4), ("prefetch", 2), ("read", 3), ("prefetch", 1),
+        ("read", 2), ("read", 1),
+    ]  # fmt: skip
+
+
+def test_without_room_nothing_is_asked_for_early():
+    store = Prefetching()
+    _, y, _ = chain(4, store, prefetch=39)
+    y.sum().backward()
+    assert store.log == [("read", number) for number in (4, 3, 2, 1)]
+
+
+def test_reading_ahead_begins_while_what_stayed_is_used():
+    store = Prefetching()
+    _, y, _ = chain(6, store, prefetch=80, keep=120)
+    y.sum().backward()
+    assert store.log[:3] == [("prefetch", 3), ("prefetch", 2), ("read", 3)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 40, 1000, 10**9])
+@pytest.mark.parametrize("keep", [0, 4000])
+def test_the_work_of_reading_ahead_grows_with_the_number_of_tensors_only(monkeypatch, prefetch, keep):
+    calls = []
+    stock = Packed.read_ahead
+    monkeypatch.setattr(Packed, "read_ahead", lambda packed: calls.append(packed.number) or stock(packed))
+    x, y, offload = chain(400, Prefetching(), prefetch, keep)
+    y.sum().backward(retain_graph=True)
+    once = x.grad.clone()
+    first = len(calls)
+    y.sum().backward()
+    assert first <= 3 * 400
+    assert len(calls) <= 2 * 3 * 400
+    assert torch.equal(x.grad, 2 * once)
+    assert offload._queue.early_bytes == 0
+
+
+def test_with_retain_graph_the_second_backward_reads_ahead_too():
+    store = Prefetching()
+    _, y, _ = chain(4, store, prefetch=80)
+    y.sum().backward(retain_graph=True)
+    first, store.log = store.log, []
+    y.sum().backward()
+    assert store.log == first
 
 
 # ---- contexts ----

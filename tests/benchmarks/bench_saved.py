@@ -5,9 +5,11 @@ with everything kept on ResNet-50, the disk against one torch.save file per tens
 """
 
 import os
+import subprocess
 import sys
 import tempfile
 import uuid
+from contextlib import nullcontext
 
 import torch
 from interleaved import medians, report
@@ -181,11 +183,66 @@ def disk() -> bool:
     return kept
 
 
+def disk_through_hooks() -> bool:
+    """The same, inside forward and backward: a chain of 100 operations that each save 1 KiB or 1 MiB."""
+    kept = True
+    with tempfile.TemporaryDirectory() as folder:
+        FilePerTensor.folder = folder
+        store = Disk(folder)
+        for name, elements, length, budget in (("1 KiB", 256, 100, 0.1), ("1 MiB", 2**18, 16, 1 / 3)):
+            x = torch.zeros(elements, requires_grad=True)
+
+            def chain(context, x=x, length=length):
+                with context:
+                    y = x
+                    for _ in range(length):
+                        y = y.sin()
+                y.backward(torch.ones_like(y))
+
+            seconds = medians(
+                {
+                    "plain": lambda: chain(nullcontext()),
+                    "torch.save files": lambda: chain(saved_tensors_hooks(FilePerTensor, FilePerTensor.load)),
+                    "Disk": lambda: chain(Offload(to=store, min_bytes=0)),
+                },
+                rounds=15,
+                repeat=1,
+            )
+            added = {key: value - seconds["plain"] for key, value in seconds.items() if key != "plain"}
+            each = "   ".join(f"{key} {value / length * 1e6:.0f} us" for key, value in added.items())
+            print(f"{name}, what one saved tensor costs in a step: {each}")
+            line = f"Offload to Disk / hooks with files, {name}"
+            kept &= report(line, added["Disk"] / added["torch.save files"], budget)
+    return kept
+
+
+def peak_memory() -> bool:
+    """The most memory that 24 tensors of 32 MiB need on their way to the disk and back, in a process of its own."""
+    script = """
+import resource, sys, torch
+from hooklab.stores import Disk
+source = torch.ones(2**23)
+store = Disk()
+store.read(store.write(source))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+slots = [store.write(source) for _ in range(24)]
+for slot in reversed(slots):
+    assert store.read(slot)[-1] == 1
+print((peak() - before) / 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    print(f"24 tensors of 32 MiB to the disk and back: peak memory grows by {float(done.stdout):.1f} MiB")
+    return report("peak memory / one tensor read", float(done.stdout) / 32, 1.25)
+
+
 def main() -> bool:
     kept = moved()
     kept &= overhead()
     small_layers()
-    return disk() & kept
+    kept &= disk()
+    kept &= disk_through_hooks()
+    return peak_memory() & kept
 
 
 if __name__ == "__main__":
