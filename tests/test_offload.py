@@ -435,7 +435,9 @@ def test_retain_graph_reads_again(store):
     once = x.grad.clone()
     y.sum().backward()
     assert torch.equal(x.grad, 2 * once)
+    assert torch.equal(once, x.detach().exp().cos() * x.detach().exp())
     assert offload._queue.early_bytes == 0
+    assert offload.moved_bytes > 0
 
 
 def test_saved_attributes_may_be_read_twice(store):
@@ -458,19 +460,23 @@ def test_double_backward(store, inside):
     assert torch.allclose(second, 6 * x.detach())
     z = torch.autograd.grad(torch.autograd.grad((x**3).sum(), x, create_graph=True)[0].sum(), x)[0]
     assert torch.equal(second, z)
+    assert offload.moved_bytes > 0
 
 
 def test_two_forwards_then_two_backwards(store):
     model, x, other = mlp(8, 16, 4), torch.randn(6, 8), torch.randn(6, 8)
-    (model(x).sum() + model(other).exp().sum()).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    with Offload(model, to=store, min_bytes=0):
-        first = model(x).sum()
-        second = model(other).exp().sum()
-    (second * 1.0).backward(), first.backward()
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, grad)
+
+    def run(context):
+        model.zero_grad()
+        with context:
+            first = model(x).sum()
+            second = model(other).exp().sum()
+        second.backward(), first.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    offload = Offload(model, to=store, min_bytes=0)
+    assert all(map(torch.equal, run(contextlib.nullcontext()), run(offload)))
+    assert offload.moved_bytes > x.nbytes + other.nbytes
 
 
 @pytest.mark.parametrize("keep", [0, EVERYTHING])
@@ -534,12 +540,18 @@ def test_checkpoint_inputs_go_through_positional_ones_only():
         y = checkpoint(model, x, use_reentrant=False)
     assert offload.moved_bytes == x.nbytes
     y.sum().backward()
+    expected, x.grad = x.grad, None
     offload = Offload(model, to=CountingStore(), min_bytes=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing was saved
         with offload:
-            checkpoint(lambda *, x: model(x), x=x, use_reentrant=False)
+            y = checkpoint(lambda *, x: model(x), x=x, use_reentrant=False)
     assert offload.moved_bytes == 0
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)
+    x.grad = None
+    model(x).sum().backward()
+    assert torch.equal(x.grad, expected)
 
 
 # ---- reading ahead ----
