@@ -1,30 +1,31 @@
 """What `features` returns: the outputs of chosen layers, and a forward that ends as soon as they are there."""
 
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id as graph_task
+from torch.compiler import is_compiling
 
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
 from hooklab._walk import map_tensors, tensors_in
 
-__all__ = ["Enough", "Features", "recomputing"]
+__all__ = ["NO_BACKWARD", "Enough", "Features", "graph_task"]
 
 CALL = nn.Module._call_impl.__code__
+# Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
+NO_BACKWARD = -1
+NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
 
 class Enough(Exception):
     """Ends a forward: every wanted output is there. Caught by `Features.run`."""
-
-
-def recomputing() -> bool:
-    """True inside a backward: a forward that runs there is a checkpoint's recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Features(Installed, Mapping[str, Any]):
@@ -37,23 +38,23 @@ class Features(Installed, Mapping[str, Any]):
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], keep: Callable[[Tensor], Any]):
         super().__init__()
         self._model = model
-        self._keep = keep
-        self._records: dict[str, list[tuple[Any, Any]]] = {}  # shared by the names of one module
-        self._each: list[list[tuple[Any, Any]]] = []  # the same, once for each module
-        self._firsts: list[str] = []  # one name of each module
+        self._detaches = keep is Tensor.detach
+        self._keep = _without_graph if self._detaches else keep
+        self._first: dict[str, str] = {}  # for each name the first one of its module
+        self._log: deque[tuple[str, Any, Any]] = deque()  # the outputs of the last forward, by first names
+        self._alone: dict[str, list[tuple[Any, Any]]] = {}  # of layers called by themselves since then
+        self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
+        self._quick: list[bool] = []  # empty when an output has to be looked at twice
         self._forwards = 0
-        root = uncompiled(model)
+        root, recorder = uncompiled(model), self._recorders()
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
             self._handles.append(root.register_forward_pre_hook(self._begin))
             for module, names in groups(layers):
-                record: list[tuple[Any, Any]] = []
-                self._records.update(dict.fromkeys(names, record))
-                self._each.append(record)
-                self._firsts.append(names[0])
-                self._handles.append(module.register_forward_hook(self._recorder(names[0], record)))
+                self._first.update(dict.fromkeys(names, names[0]))
+                self._handles.append(module.register_forward_hook(recorder(names[0])))
             self._handles.append(root.register_forward_hook(self._end, always_call=True))
         except BaseException:
             self.remove()
@@ -77,7 +78,8 @@ class Features(Installed, Mapping[str, Any]):
             raise RuntimeError(
                 "features.run: the hooks have been removed; call run inside the block, or make new features"
             )
-        self._wanted.update(self._firsts)
+        self._wanted.update(self._first.values())
+        self._quick.clear()
         try:
             self._model(*args, **kwargs)
         except Enough:
@@ -91,70 +93,101 @@ class Features(Installed, Mapping[str, Any]):
         return self._checked(name, *self._record(name)[-1])
 
     def __contains__(self, name: object) -> bool:
-        return bool(self._records.get(name))
+        return bool(self._calls_of(name))
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, record in self._records.items() if record)
+        return filter(self._calls_of, self._first)
 
     def __len__(self) -> int:
-        return sum(map(bool, self._records.values()))
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        counts = (f"{name}: {len(record)}" for name, record in self._records.items())
+        counts = (f"{name}: {len(self._calls_of(name))}" for name in self._first)
         return f"Features(outputs of {', '.join(counts)})"
 
     # ---- the hooks ----
 
-    def _recorder(self, name: str, record: list[tuple[Any, Any]]) -> Callable:
-        keep, running, wanted = self._keep, self._running, self._wanted
-        append, task, plain = record.append, torch._C._current_graph_task_id, keep is Tensor.detach
+    def _recorders(self) -> Callable[[str], Callable]:
+        """Makes the hooks. All that they use but the name is shared, so that it stays in a core's cache."""
+        quick, note, look, task = self._quick, self._log.append, self._look, graph_task
 
-        # Every line here is paid for in every call of every layer: hence no helper but for the rare cases.
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if task() != -1:  # recomputing()
-                return
-            if not running:  # called by itself, outside a forward of the model
-                record.clear()
-            # Without a graph there is nothing to detach from.
-            if plain and output.__class__ is Tensor and not output.requires_grad:
-                try:
-                    append((output, output._version))
-                except RuntimeError:  # an inference tensor has no version
-                    append((output, None))
-            else:
-                kept = _kept(keep, output, name)
-                append((kept, _versions(kept)))
-            if wanted:
-                wanted.discard(name)
-                if not wanted:
-                    raise Enough("every wanted output is there")
+        def recorder(name: str) -> Callable:
+            # Every line here is paid for in every call of every layer.
+            def hook(module: nn.Module, args: tuple, output: Any) -> None:
+                if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
+                    try:
+                        kept = output.detach() if output.requires_grad else output
+                        note((name, kept, kept._version))
+                        return
+                    except RuntimeError:  # an inference tensor has no version
+                        pass
+                look(name, output)
 
-        return hook
+            return hook
+
+        return recorder
+
+    def _look(self, name: str, output: Any) -> None:
+        """What a hook does, whatever the case."""
+        if graph_task() != NO_BACKWARD:
+            return
+        try:
+            kept = self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
+        except Exception as error:
+            error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
+            raise
+        if self._running:
+            self._log.append((name, kept, _versions(kept)))
+        else:  # called by itself, outside a forward of the model
+            self._alone[name] = [(kept, _versions(kept))]
+        if self._wanted:
+            self._wanted.discard(name)
+            if not self._wanted:
+                raise Enough("every wanted output is there")
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
-        if recomputing():
+        # Under torch.compile there is one thread: the tracer knows no get_ident, and would warn.
+        thread, running = 0 if is_compiling() else get_ident(), self._running
+        if graph_task() != NO_BACKWARD:
             return
-        thread, running = _thread(), self._running
-        if thread in running and not _called_by_itself(module):
+        if running and thread in running and not _called_by_itself(module):
             running.remove(thread)  # a forward that was interrupted from the keyboard
         if not running:
             self._forwards += 1
-            for record in self._each:
-                record.clear()
+            self._log.clear()
+            self._alone.clear()
+            self._sorted = NOTHING
+            self._quick.clear()
+            # Asking an inference tensor for its version takes longer than a layer.
+            if self._detaches and not self._wanted and not torch.is_inference_mode_enabled():
+                self._quick.append(True)
         running.append(thread)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        thread = _thread()
-        if thread in self._running and not recomputing():
-            self._running.remove(thread)
+        thread, running = 0 if is_compiling() else get_ident(), self._running
+        if thread in running and graph_task() == NO_BACKWARD:
+            running.remove(thread)
+            if not running:
+                self._quick.clear()
 
     # ---- reading ----
 
+    def _calls_of(self, name: object) -> list[tuple[Any, Any]]:
+        """The calls of a layer, with what `_versions` said when they were noted."""
+        first = self._first.get(name)
+        seen = self._forwards, len(self._log)
+        if self._sorted[0] != seen:
+            records: dict[str, list[tuple[Any, Any]]] = {}
+            for of, kept, versions in tuple(self._log):
+                records.setdefault(of, []).append((kept, versions))
+            self._sorted = seen, records
+        return self._alone.get(first) or self._sorted[1].get(first, [])
+
     def _record(self, name: str) -> list[tuple[Any, Any]]:
-        if record := self._records.get(name):
-            return record
-        if name not in self._records:
-            close = get_close_matches(str(name), self._records) or list(self._records)[:5]
+        if calls := self._calls_of(name):
+            return calls
+        if name not in self._first:
+            close = get_close_matches(str(name), self._first) or list(self._first)[:5]
             raise KeyError(f"features: {name!r} was not asked for; asked for: {', '.join(close)}")
         if not self._forwards:
             raise KeyError(
@@ -195,27 +228,16 @@ class Calls(Mapping[str, list[Any]]):
         return len(self._features)
 
 
-def _kept(keep: Callable[[Tensor], Any], output: Any, name: str) -> Any:
-    try:
-        return keep(output) if isinstance(output, Tensor) else map_tensors(keep, output)
-    except Exception as error:
-        error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
-        raise
+def _without_graph(tensor: Tensor) -> Tensor:
+    # Without a graph there is nothing to detach from.
+    return tensor if tensor.__class__ is Tensor and not tensor.requires_grad else tensor.detach()
 
 
 def _versions(kept: Any) -> Any:
     """Changes whenever a tensor in `kept`, or one that shares its memory, is edited in place."""
     if isinstance(kept, Tensor):
-        try:
-            return kept._version
-        except RuntimeError:  # an inference tensor has none
-            return None
+        return None if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]
-
-
-def _thread() -> int:
-    # Under torch.compile the first answer: the tracer knows no get_ident, and would warn.
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _called_by_itself(module: nn.Module) -> bool:

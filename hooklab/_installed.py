@@ -16,6 +16,10 @@ class Installed:
         while self._handles:
             self._handles.pop().remove()
 
+    def __deepcopy__(self, memo: dict) -> Self:
+        """A copy of a hooked model has the same hooks, and they report here too."""
+        return self
+
     def __enter__(self) -> Self:
         return self
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooklab._features import recomputing
+from hooklab._features import NO_BACKWARD, graph_task
 from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short
@@ -76,7 +76,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         add = running.add
 
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if not recomputing():
+            if graph_task() == NO_BACKWARD:
                 for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                     add(tensor)
 

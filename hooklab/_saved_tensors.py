@@ -140,7 +140,7 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._leave()
-        if self._model is not None and kind is None and not self._records:
+        if self._model is not None and kind is None and not self._records and torch.is_grad_enabled():
             warnings.warn(
                 "saved_tensors: nothing was saved inside the block: was the model called there, with grad on?",
                 stacklevel=2,

@@ -10,11 +10,13 @@ from torch import Tensor
 __all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-CHUNK = 65_536  # numbers that stay in a core's cache while they are counted
+CHUNK = 131_072  # numbers: small enough for a core's cache, large enough that few calls are made
+TWO_CALLS = 32_768  # numbers: from here on amin and amax are faster than aminmax
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_SHAPES = 64
 MAX_ROWS = 512  # of the history: after that two rows become one
 
 
@@ -76,19 +78,22 @@ class Running:
 
     def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
-        tensor = _plain(tensor.detach())
+        tensor = tensor.detach()
+        if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
+            tensor = _plain(tensor)
+        number = tensor.numel()
         with self._lock:
             self.calls += 1
-            self._count += tensor.numel()
-            if tensor.numel() == 0 or tensor.device.type == "meta":
+            self._count += number
+            if number == 0 or tensor.is_meta:
                 return
             if self._bins:
                 self._add_to_histogram(tensor)
-            if tensor.numel() >= STAGED:
+            if number >= STAGED:
                 self._measure(tensor)
                 return
             self._staged.append(tensor.clone())
-            self._staged_count += tensor.numel()
+            self._staged_count += number
             if self._staged_count >= STAGED:
                 self._unstage()
 
@@ -118,16 +123,14 @@ class Running:
             )
 
     def _measure(self, tensor: Tensor) -> None:
-        flat = tensor.flatten()
-        on_cpu = flat.device.type == "cpu"
-        size = CHUNK if on_cpu else GPU_CHUNK
-        for part in (flat,) if flat.numel() <= size else flat.split(size):
-            if not on_cpu:
-                self._pending.append(_careful(part))
-                if len(self._pending) >= PENDING:
-                    self._pending = [_merged(self._pending)]
-                continue
-            self._add(*(_fast(part) or _careful(part).tolist()))
+        if not tensor.is_cpu:
+            self._pending += map(_careful, tensor.flatten().split(GPU_CHUNK))
+            if len(self._pending) >= PENDING:
+                self._pending = [_merged(self._pending)]
+            return
+        parts = math.ceil(tensor.numel() / CHUNK)
+        for part in (tensor,) if parts == 1 and tensor.is_contiguous() else tensor.flatten().chunk(parts):
+            self._add(*(_fast(part) or _careful(part.flatten()).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""
@@ -153,8 +156,10 @@ class Running:
             self._mean += step * finite / both
             self._spread += spread + step * step * self._finite * finite / both
             self._finite = both
-            self._min = min(self._min, low)
-            self._max = max(self._max, high)
+            if low < self._min:
+                self._min = low
+            if high > self._max:
+                self._max = high
         self._zeros += zeros
         self._nans += nans
         self._infs += infs
@@ -202,29 +207,46 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_own = threading.local()
+class _Scratch(threading.local):
+    """Memory for a part as float64 and as float32, used again and again: fresh memory costs more than counting.
 
+    So do fresh views: they are kept for the shapes seen last.
+    """
 
-def _scratch() -> tuple[Tensor, Tensor]:
-    """Memory for a part as float64 and as float32, used again and again: fresh memory costs more than counting."""
-    if not hasattr(_own, "scratch"):
+    def __init__(self) -> None:
         with torch.inference_mode(False):
-            _own.scratch = torch.empty(CHUNK, dtype=torch.float64), torch.empty(CHUNK, dtype=torch.float32)
-    return _own.scratch
+            self.wide, self.flags = torch.empty(CHUNK, dtype=torch.float64), torch.empty(CHUNK)
+        self.views: dict[torch.Size, tuple[Tensor, ...]] = {}
+
+    def of(self, shape: torch.Size) -> tuple[Tensor, ...]:
+        """Both, each flat and in this shape."""
+        if shape not in self.views:
+            if len(self.views) >= MAX_SHAPES:
+                self.views.clear()
+            with torch.inference_mode(False):
+                flat = self.wide[: shape.numel()], self.flags[: shape.numel()]
+                self.views[shape] = *flat, *(memory.view(shape) for memory in flat)
+        return self.views[shape]
+
+
+_scratch = _Scratch()
 
 
 def _fast(part: Tensor) -> tuple[float, ...] | None:
     """The figures of a part on the CPU, or None where it has NaN or infinite entries."""
-    wide, flags = (memory[: part.numel()] for memory in _scratch())
-    wide.copy_(part)
-    number, squares = part.numel(), wide.dot(wide).item()
+    wide, flags, wide_shaped, flags_shaped = _scratch.of(part.shape)
+    wide_shaped.copy_(part)
+    number, squares = wide.numel(), wide.dot(wide).item()
     if not math.isfinite(squares):
         return None
-    low, high = (extreme.item() for extreme in torch.aminmax(part))
-    # Written as floats and then added: many times faster than count_nonzero where there are zeros.
-    zeros = torch.eq(part, 0, out=flags).sum().item()
     mean = wide.sum().item() / number
     spread = squares - mean * mean * number
+    low, high = torch.aminmax(part) if number < TWO_CALLS else (part.amin(), part.amax())
+    low, high, zeros = low.item(), high.item(), 0.0
+    if low <= 0 <= high:
+        # Written as floats and then added: many times faster than count_nonzero where there are zeros.
+        torch.eq(part, 0, out=flags_shaped)
+        zeros = flags.sum().item()
     if low == high:
         mean, spread = low, 0.0
     elif spread < NARROW * squares:

@@ -2,13 +2,12 @@
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from hooklab._features import CALL, Enough, recomputing
+from hooklab._features import CALL, NO_BACKWARD, Enough, graph_task
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
 from hooklab._walk import shapes
@@ -18,6 +17,16 @@ __all__ = ["Verbose"]
 MAX_NAME, MAX_TYPE = 40, 20  # characters of a column
 
 
+class _Thread(threading.local):
+    """What is going on in one thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, BaseException | None]] = []  # the calls that are running
+        self.calls: dict[str, int] = {}  # the lines of this forward, by label
+        self.reported: BaseException | None = None
+        self.silent = True
+
+
 class Verbose(Installed):
     """Writes while a forward runs, until it is removed: what `verbose` returns."""
 
@@ -25,7 +34,7 @@ class Verbose(Installed):
         super().__init__()
         self._write = write
         self._root = uncompiled(model)
-        self._local = threading.local()  # the calls that are running in this thread
+        self._local = _Thread()
         labels = {
             module: " = ".join(name or type(module).__name__ for name in names)
             for module, names in groups(layers)
@@ -46,22 +55,21 @@ class Verbose(Installed):
         self._handles.append(after)
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
-        if recomputing():
+        if graph_task() != NO_BACKWARD:
             return
-        if not self._stack():
-            self._local.calls, self._local.reported, self._local.silent = Counter(), None, True
+        local = self._local
+        if not local.stack:
+            local.calls, local.reported, local.silent = {}, None, True
         # An error may be on its way already: a forward may call a layer while it handles one.
-        self._stack().append((module, sys.exc_info()[1]))
+        local.stack.append((module, sys.exception()))
 
     def _end(self, label: str | None) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            stack = self._stack()
-            if recomputing() or not any(running is module for running, _ in stack):
+            stack = self._local.stack
+            if graph_task() != NO_BACKWARD or not _leave(stack, module):
                 return
-            while stack[-1][0] is not module:  # interrupted from the keyboard
-                stack.pop()
             _, before = stack.pop()
-            error = sys.exc_info()[1]
+            error = sys.exception()
             if error is not before and not isinstance(error, Enough):
                 self._failed(module, args, kwargs, error)
             elif label is not None and (error is before or output is not None):
@@ -75,10 +83,12 @@ class Verbose(Installed):
         return hook
 
     def _finished(self, label: str, module: nn.Module, output: Any) -> None:
-        calls = self._local.calls
-        calls[label] += 1
-        again = f" #{calls[label]}" if calls[label] > 1 else ""
-        self._line(label + again, module, shapes(output))
+        local = self._local
+        local.silent = False
+        local.calls[label] = call = local.calls.get(label, 0) + 1
+        name = label if call == 1 else f"{label} #{call}"
+        kind = type(module).__name__
+        self._write(f"{name.ljust(self._names)}  {kind.ljust(self._types)}  {shapes(output)}".rstrip())
 
     def _failed(self, module: nn.Module, args: tuple, kwargs: dict, error: BaseException) -> None:
         """One line for the innermost layer that raised, whether or not it was to be written."""
@@ -97,14 +107,16 @@ class Verbose(Installed):
             f"{label}  {type(module).__name__}  failed on {given}: {said}"
         )  # long enough without columns
 
-    def _line(self, label: str, module: nn.Module, text: str) -> None:
-        self._local.silent = False
-        self._write(f"{label:{self._names}}  {type(module).__name__:{self._types}}  {text}".rstrip())
 
-    def _stack(self) -> list[tuple[nn.Module, BaseException | None]]:
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        return self._local.stack
+def _leave(stack: list[tuple[nn.Module, BaseException | None]], module: nn.Module) -> bool:
+    """True if a call of `module` is running; what began inside it and was interrupted leaves the stack."""
+    if stack and stack[-1][0] is module:
+        return True
+    if not any(running is module for running, _ in stack):
+        return False
+    while stack[-1][0] is not module:  # interrupted from the keyboard
+        stack.pop()
+    return True
 
 
 def _innermost(error: BaseException) -> tuple[nn.Module, tuple, dict] | None:

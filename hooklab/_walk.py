@@ -67,13 +67,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def first_shape(value: object) -> tuple[int, ...] | None:
     """The shape of the first tensor in `value`, or None where there is none."""
     tensor = value if isinstance(value, Tensor) else next(tensors_in(value), None)
-    return None if tensor is None else _shape(tensor, ragged=-1)
+    return None if tensor is None else _shape(tensor, -1)
 
 
 def shapes(value: object) -> str:
     """`value` as text, each tensor as its shape: `[2, 5]`, `([2, 5], None)`, `{'out': [2, 5]}`."""
     if isinstance(value, Tensor):
-        return f"[{', '.join(map(str, _shape(value, ragged='*')))}]"
+        return (
+            str(list(value.shape)) if not value.is_nested else f"[{', '.join(map(str, _shape(value, '*')))}]"
+        )
     if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
         return _named(value, names, value)
     if isinstance(value, tuple):

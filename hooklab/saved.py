@@ -174,7 +174,7 @@ class Offload:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         model, hooks = _opened().pop()
         hooks.__exit__(kind, *exc_info)
-        if model is not None and kind is None and not self._saved_any:
+        if model is not None and kind is None and not self._saved_any and torch.is_grad_enabled():
             warnings.warn(
                 "Offload: nothing was saved for backward inside the block: was the model called there, with grad on?",
                 stacklevel=2,

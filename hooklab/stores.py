@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
@@ -119,6 +120,7 @@ class Disk:
             )  # fmt: skip
         # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
+        weakref.finalize(self, self._file.close)
         self._row = Row()
         self._lock = threading.RLock()
 

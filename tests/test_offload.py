@@ -858,6 +858,16 @@ def test_a_model_that_is_not_called_is_announced():
         model(torch.ones(1, 2))
 
 
+def test_a_wrapped_layer_in_evaluation_is_not_warned_about():
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        with Offload(model, to=CountingStore()):
+            model(torch.ones(1, 2))
+        with saved_tensors(model):
+            model(torch.ones(1, 2))
+
+
 def test_a_block_that_raises_is_not_also_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_disk_has_no_name_in_its_folder(tmp_path):
         assert list(tmp_path.iterdir()) == []
     del store, written
     assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_closes_its_file_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = Disk()
+        file = store._file
+        store.write(torch.ones(3))
+        del store
+        assert file.closed
 
 
 def test_disk_refuses_a_folder_that_is_not_there(tmp_path):

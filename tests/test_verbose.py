@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from models import NESTED, Returns, Twice, mlp, same_state, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import features, hooks_on, no_leftovers, verbose
+from hooklab import features, hooks_on, layer_statistics, no_leftovers, verbose
 
 
 @pytest.fixture
@@ -241,3 +242,11 @@ def test_bad_options_are_refused_and_no_hook_stays(model, options, error, words)
     with pytest.raises(error, match=words):
         verbose(model, **options)
     assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize("watch", [partial(verbose, write=[].append), features, layer_statistics])
+def test_a_model_may_be_copied_while_it_is_watched(watch):
+    model = mlp(4, 5, 2)
+    with watch(model, "*"):
+        twin = copy.deepcopy(model)
+    assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))

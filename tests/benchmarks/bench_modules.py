@@ -108,17 +108,23 @@ def gradients_of_activations() -> list[bool]:
             grads[name] = grad_output[0]
 
         full.get_submodule(name).register_full_backward_hook(hook)
-    by_hand, handles = copy.deepcopy(model), {}
+    by_hand, copying, kept = copy.deepcopy(model), copy.deepcopy(model), {}
     for name in names:
 
-        def keep(module, args, output, name=name):
-            output.register_hook(lambda grad: handles.update({name: grad}))
+        def take(module, args, output, name=name):
+            output.register_hook(lambda grad: grads.update({name: grad}))
 
-        by_hand.get_submodule(name).register_forward_hook(keep)
+        def take_and_copy(module, args, output, name=name):
+            kept[name] = output.detach().clone()
+            output.register_hook(lambda grad: grads.update({name: grad}))
+
+        by_hand.get_submodule(name).register_forward_hook(take)
+        copying.get_submodule(name).register_forward_hook(take_and_copy)
     x = x.requires_grad_()
     contenders = {
         "plain": lambda: model(x).sum().backward(),
         "forward hook + tensor hook by hand": lambda: by_hand(x).sum().backward(),
+        "the same, with a copy of the output": lambda: copying(x).sum().backward(),
         "features(keep=with_grad)": lambda: ours(x).sum().backward(),
         "full backward hooks": lambda: full(x).sum().backward(),
     }
@@ -152,21 +158,44 @@ def early_stop() -> list[bool]:
     return [report("f.run / running that stage alone", seconds["f.run"] / seconds["the stage alone"], 1.15)]
 
 
+def other_modes() -> list[bool]:
+    """What `features` costs where graphs are recorded, and in inference mode."""
+    model, x, names = mlp()
+    ours = copy.deepcopy(model)
+    f = features(ours, *names)
+    bare, _ = bare_features(copy.deepcopy(model), names, x)
+    kept = []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            seconds = medians({"bare": bare, "features": lambda: ours(x)}, rounds=60, repeat=5)
+        title = f"features / bare dict + detach, MLP under {mode.__name__}"
+        kept.append(report(title, seconds["features"] / seconds["bare"], 1.05))
+    assert len(f) == len(names)
+    return kept
+
+
 def growth() -> list[bool]:
-    """The cost of a layer in models of 10 to 10,000 layers."""
-    costs, kept = {}, []
+    """The cost of a layer in models of 10 to 10,000 layers, beside that of the plainest hook."""
+    costs: dict[str, dict[int, float]] = {"features": {}, "bare dict + detach": {}}
     for layers in (10, 100, 1_000, 10_000):
         model = nn.Sequential(*[nn.Identity() for _ in range(layers)])
         watched, x = copy.deepcopy(model), torch.ones(2)
-        contenders = {"plain": partial(model, x), "features": partial(watched, x)}
+        bare, _ = bare_features(copy.deepcopy(model), [str(index) for index in range(layers)], x)
+        contenders = {
+            "plain": partial(model, x),
+            "features": partial(watched, x),
+            "bare dict + detach": bare,
+        }
         with features(watched, "*"), torch.no_grad():
             seconds = medians(contenders, rounds=9, repeat=max(1, 3_000 // layers))
-        costs[layers] = (seconds["features"] - seconds["plain"]) / layers * 1e6
-    print(
-        "features, cost of a layer: "
-        + ", ".join(f"{layers:,} layers {cost:.2f} us" for layers, cost in costs.items())
-    )
-    kept.append(report("dearest / cheapest", max(costs.values()) / min(costs.values()), 1.5))
+        for name, cost in costs.items():
+            cost[layers] = (seconds[name] - seconds["plain"]) / layers * 1e6
+    for name, cost in costs.items():
+        each = ", ".join(f"{layers:,} layers {value:.2f} us" for layers, value in cost.items())
+        print(f"{name}, cost of a layer: {each}; dearest / cheapest {spread(cost):.3f} x")
+    ours, bare = costs.values()
+    kept = [report("features, dearest / cheapest", spread(ours), 1.5)]
+    kept.append(report("the same / the same of bare dict + detach", spread(ours) / spread(bare), 1.05))
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(3_333)])
     names = {"select('**')": ("**",), "select(class)": (nn.Linear,), "select('*.0')": ("*.0",)}
     calls = {name: lambda patterns=patterns: select(model, *patterns) for name, patterns in names.items()}
@@ -175,11 +204,15 @@ def growth() -> list[bool]:
     return kept
 
 
+def spread(costs: dict[int, float]) -> float:
+    return max(costs.values()) / min(costs.values())
+
+
 def main() -> bool:
     kept = compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=5)
     kept += compare_forwards("20-block conv net", conv_net, rounds=25, repeat=2)
-    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=7, repeat=1)
-    kept += gradients_of_activations() + early_stop() + growth()
+    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=15, repeat=1)
+    kept += gradients_of_activations() + early_stop() + other_modes() + growth()
     return all(kept)
 
 
