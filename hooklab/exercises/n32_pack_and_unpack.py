@@ -1,0 +1,890 @@
+"""Checks of notebook 32: pack and unpack."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from hooklab.exercises.check import Exercise, Prediction, refuse
+
+
+def _two(got: Any) -> tuple[Callable, Callable]:
+    """The pair of functions that an answer has returned."""
+    if not (isinstance(got, tuple | list) and len(got) == 2 and all(callable(one) for one in got)):
+        refuse(
+            "no_pair",
+            zh=f"应当返回一对函数 `(pack, unpack)`，得到的是 `{type(got).__name__}`。",
+            en=f"A pair of functions `(pack, unpack)` is wanted; found `{type(got).__name__}`.",
+        )
+    return got[0], got[1]
+
+
+class _Watched:
+    """A pair under observation: what was packed, and whether what is unpacked is what it was."""
+
+    def __init__(self, pair: Any, want: Callable[[Tensor], Tensor] = torch.clone):
+        self.inner_pack, self.inner_unpack = _two(pair)
+        self.want, self.packs, self.unpacks = want, 0, 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        self.packs += 1
+        packed = self.inner_pack(tensor)
+        self.examine(tensor, packed)
+        return self.want(tensor.detach()), packed
+
+    def examine(self, tensor: Tensor, packed: Any) -> None:
+        pass
+
+    def unpack(self, kept: tuple[Tensor, Any]) -> Tensor:
+        self.unpacks += 1
+        want, packed = kept
+        got = self.inner_unpack(packed)
+        _examine_unpacked(got, want)
+        return got
+
+
+def _examine_unpacked(got: Any, want: Tensor) -> None:
+    if not isinstance(got, Tensor):
+        refuse(
+            "not_a_tensor",
+            zh=f"解包必须还回一个张量，你的 `unpack` 还回的是 `{type(got).__name__}`。",
+            en=f"Unpacking has to give a tensor back; your `unpack` gave `{type(got).__name__}`.",
+        )
+    if got.dtype != want.dtype:
+        refuse(
+            "wrong_dtype",
+            zh=f"打包的是 `{want.dtype}`，解包还回的是 `{got.dtype}`。PyTorch 未必报错，但约定没有守住。",
+            en=f"Packed was `{want.dtype}`, unpacked `{got.dtype}`. PyTorch may raise no error, but the contract is broken.",
+        )
+    if got.shape != want.shape:
+        refuse(
+            "wrong_shape",
+            zh=f"打包的形状是 `{list(want.shape)}`，解包还回的是 `{list(got.shape)}`。PyTorch 会悄悄广播。",
+            en=f"Packed was the shape `{list(want.shape)}`, unpacked `{list(got.shape)}`. PyTorch broadcasts without a word.",
+        )
+    if not torch.equal(_bits(got), _bits(want)):
+        at = int(torch.ne(_bits(got), _bits(want)).nonzero()[0]) // want.itemsize
+        found, wanted = (one.detach().reshape(-1)[at].item() for one in (got, want))
+        refuse(
+            "wrong_values" if want.dtype in (torch.float32, torch.bool) else "changed_others",
+            zh=f"一个 `{want.dtype}`、形状 `{list(want.shape)}` 的张量，解包之后数值不对。第 {at} 个元素应当是 "
+            f"`{wanted}`，得到的是 `{found}`。",
+            en=f"A tensor of `{want.dtype}`, shape `{list(want.shape)}`, has other values after unpacking. Element {at} "
+            f"should be `{wanted}`, found `{found}`.",
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _examine_freed(pair_of: Callable[[], Any]) -> None:
+    """Nothing may stay behind: after backward, and where a graph is dropped without one."""
+    if _held(_two(pair_of()), backward=True):
+        refuse(
+            "kept_elsewhere",
+            zh="反向已经做完，张量也都丢掉了，内存却还没有释放：除了计算图，还有谁留着打包的东西？",
+            en="Backward is over and every tensor has been dropped, yet memory is still held: who else but the graph keeps "
+            "what was packed?",
+        )
+    if _held(_two(pair_of()), backward=False):
+        refuse(
+            "never_freed",
+            zh="没做反向就扔掉计算图时，`exp` 的输出再也释放不了，`gc.collect()` 也没有用。看看 `pack` 返回的是谁，它的 "
+            "`grad_fn` 又是谁。",
+            en="Where the graph is dropped without a backward, the output of `exp` is never freed, not even by "
+            "`gc.collect()`. See what `pack` returns, and what its `grad_fn` is.",
+        )
+
+
+def _held(pair: tuple[Callable, Callable], *, backward: bool) -> bool:
+    x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with saved_tensors_hooks(*pair):
+        y = x.exp()
+    if backward:
+        y.sum().backward()
+    memory = weakref.ref(y.untyped_storage())
+    del x, y
+    gc.collect()
+    return memory() is not None
+
+
+# ---- 32.A: a pair that keeps the books ----
+
+
+def counting(counts):
+    counts.update(packed=0, unpacked=0, bytes=0)
+
+    def pack(tensor):
+        counts["packed"] += 1
+        counts["bytes"] += tensor.nbytes
+        return tensor.detach()
+
+    def unpack(packed):
+        counts["unpacked"] += 1
+        return packed
+
+    return pack, unpack
+
+
+def examine_counting(answer):
+    counts, others = {}, {}
+    watched = _Watched(answer(counts))
+    _two(answer(others))
+    x = torch.tensor([1.0, 2.0, -0.5, 0.25, 3.0], dtype=torch.float64, requires_grad=True)
+    part = x[1:4]
+    with watched.hooks():
+        y = torch.mul(part, part).exp()
+    if not counts:
+        refuse(
+            "empty_books",
+            zh="打包之后，交给你的那个字典还是空的。账记到哪里去了？",
+            en="After packing, the dictionary that you were given is still empty. Where did the books go?",
+        )
+    _examine_number("packed", counts, watched.packs)
+    _examine_number("bytes", counts, 3 * part.nbytes)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    _examine_number("packed", counts, watched.packs)
+    _examine_number("unpacked", counts, watched.unpacks)
+    _examine_number("bytes", counts, 3 * part.nbytes)
+    if others.get("packed", 0):
+        refuse(
+            "shared_books",
+            zh="调用了两次 `counting`，给的是两个字典；只用了第一对钩子，第二个字典里也有了账。",
+            en="`counting` was called twice, with two dictionaries; only the first pair was used, and the second dictionary "
+            "has counted too.",
+        )
+    _examine_freed(lambda: answer({}))
+
+
+def _examine_number(name, counts, want):
+    if name not in counts:
+        refuse(
+            "no_entry",
+            zh=f'字典里没有 `"{name}"` 这一项，只有 `{sorted(map(str, counts))}`。',
+            en=f'The dictionary has no entry `"{name}"`, only `{sorted(map(str, counts))}`.',
+        )
+    if counts[name] != want:
+        zh, en = {
+            "packed": (
+                f"`part = x[1:4]`，前向 `torch.mul(part, part).exp()` 打包了 {want} 次",
+                f"`part = x[1:4]`, and the forward `torch.mul(part, part).exp()` packed {want} times",
+            ),
+            "unpacked": (f"两次反向一共解包了 {want} 次", f"two runs of backward unpacked {want} times"),
+            "bytes": (
+                f"打包的 {want // 24} 个张量各有 3 个 `torch.float64` 元素，共 {want} 字节",
+                f"the {want // 24} tensors that were packed have 3 `torch.float64` elements each, {want} bytes in all",
+            ),
+        }[name]
+        refuse(
+            f"wrong_{name}",
+            zh=f'这一次，{zh}，`counts["{name}"]` 记的是 `{counts[name]}`。',
+            en=f'In this run {en}; `counts["{name}"]` says `{counts[name]}`.',
+        )
+
+
+def _booking(
+    keep=torch.detach, give=lambda packed: packed, size=lambda tensor: tensor.nbytes, packed=1, unpacked=1
+):
+    """A wrong answer to 32.A: the right one, but for what is given here."""
+
+    def answer(counts):
+        counts.update(packed=0, unpacked=0, bytes=0)
+
+        def pack(tensor):
+            counts["packed"] += packed
+            counts["bytes"] += size(tensor)
+            return keep(tensor)
+
+        def unpack(kept):
+            counts["unpacked"] += unpacked
+            return give(kept)
+
+        return pack, unpack
+
+    return answer
+
+
+def counting_distinct(counts):
+    seen = set()
+    counts.update(packed=0, unpacked=0, bytes=0)
+
+    def pack(tensor):
+        seen.add(id(tensor))
+        counts.update(packed=len(seen), bytes=counts["bytes"] + tensor.nbytes)
+        return tensor.detach()
+
+    def unpack(packed):
+        counts["unpacked"] += 1
+        return packed
+
+    return pack, unpack
+
+
+_BOOKS: dict[str, int] = {"packed": 0, "unpacked": 0, "bytes": 0}
+
+
+def counting_globally(counts):
+    pair = counting(_BOOKS)
+
+    def pack(tensor):
+        packed = pair[0](tensor)
+        for books in _GIVEN:
+            books.update(_BOOKS)
+        return packed
+
+    def unpack(packed):
+        tensor = pair[1](packed)
+        for books in _GIVEN:
+            books.update(_BOOKS)
+        return tensor
+
+    _GIVEN[:] = [*_GIVEN[-1:], counts]
+    return pack, unpack
+
+
+_GIVEN: list[dict] = []
+
+
+def counting_in_a_list(counts):
+    pack, unpack = counting(counts)
+    kept = []
+
+    def pack_index(tensor):
+        kept.append(pack(tensor))
+        return len(kept) - 1
+
+    return pack_index, lambda index: unpack(kept[index])
+
+
+COUNTING = Exercise(
+    "32.A",
+    examine_counting,
+    counting,
+    {
+        "never_freed": _booking(keep=lambda tensor: tensor),
+        "wrong_bytes": _booking(size=Tensor.numel),
+        "wrong_unpacked": _booking(unpacked=0),
+        "wrong_packed": counting_distinct,
+        "kept_elsewhere": counting_in_a_list,
+        "empty_books": lambda counts: counting({}),
+        "shared_books": counting_globally,
+        "no_entry": lambda counts: (
+            lambda tensor: counts.update(pack=1) or tensor.detach(),
+            lambda packed: packed,
+        ),
+        "not_a_tensor": _booking(give=lambda packed: print(end="")),
+        "wrong_dtype": _booking(keep=Tensor.bfloat16),
+        "no_pair": lambda counts: saved_tensors_hooks(*counting(counts)),
+    },
+    zh="账目清楚，梯度不变，内存按时释放。",
+    en="The books are right, the gradients unchanged, the memory freed in time.",
+)
+
+# ---- 32.B: the version check, for any pair ----
+
+
+def checked(pack, unpack):
+    def pack_checked(tensor):
+        return tensor.detach(), tensor._version, pack(tensor)
+
+    def unpack_checked(kept):
+        tensor, version, packed = kept
+        if tensor._version != version:
+            raise RuntimeError(f"edited in place: version {version} when packed, now {tensor._version}")
+        return unpack(packed)
+
+    return pack_checked, unpack_checked
+
+
+class _Listed:
+    """A pair that packs to an index, and notes how often it was used."""
+
+    def __init__(self):
+        self.kept, self.packs, self.unpacks = [], 0, 0
+
+    def pack(self, tensor):
+        self.packs += 1
+        self.kept.append(tensor.detach())
+        return len(self.kept) - 1
+
+    def unpack(self, index):
+        self.unpacks += 1
+        return self.kept[index]
+
+
+def examine_checked(answer):
+    for make in (_Listed, lambda: None):
+        inner = make()
+        pair = (inner.pack, inner.unpack) if inner else (torch.clone, lambda packed: packed)
+        _examine_unedited(lambda pair=pair: answer(*pair), inner)
+        _examine_edited(lambda pair=pair: answer(*pair))
+    _examine_freed(lambda: answer(torch.detach, lambda packed: packed))
+
+
+def _examine_unedited(pair_of, inner):
+    x = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
+    watched, used = _Watched(pair_of()), (inner.packs, inner.unpacks) if inner else None
+    h = x * 2
+    with watched.hooks():
+        y = torch.mul(h, h)
+    _backward(y, "false_alarm", "前后都没有原地改写过任何张量", "no tensor was edited in place at all")
+    if inner and (inner.packs - used[0], inner.unpacks - used[1]) != (2, 2):
+        refuse(
+            "not_inner",
+            zh=f"打包、解包各 2 次，交给你的那一对却分别用了 {inner.packs - used[0]} 次和 {inner.unpacks - used[1]} 次。",
+            en=f"Packed 2 times and unpacked 2 times; of the pair that you were given, `pack` ran "
+            f"{inner.packs - used[0]} times and `unpack` {inner.unpacks - used[1]} times.",
+        )
+    watched, h = _Watched(pair_of()), x * 2
+    h += 1
+    h += 1
+    with watched.hooks():
+        y = torch.mul(h, h)
+    _backward(
+        y, "edits_before", "改写发生在打包之前，打包之后没有再改", "the edits came before packing, none after"
+    )
+    watched, h, other = _Watched(pair_of()), x * 2, x * 3
+    h += 1
+    with watched.hooks():
+        y = other.exp() + h.sin()
+    _backward(
+        y,
+        "mixed_up",
+        "打包了两个张量，版本各不相同，打包之后都没有改写",
+        "two tensors were packed, of different versions, and neither was edited after packing",
+    )
+
+
+def _backward(y, reason, zh, en):
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        refuse(
+            reason,
+            zh=f"{zh}，解包时却抛出了 `RuntimeError`：`{str(error)[:80]}`。",
+            en=f"Here {en}, yet unpacking raised a `RuntimeError`: `{str(error)[:80]}`.",
+        )
+
+
+def _examine_edited(pair_of):
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    h, other = x * 2, x * 3
+    with saved_tensors_hooks(*_two(pair_of())):
+        y = h.sin() + other.sin()
+    h[0] = 5.0
+    _must_raise(
+        y,
+        "unnoticed",
+        "两个张量打包之后，头一个有一个元素被原地改写",
+        "two tensors were packed, and then one element of the first was edited in place",
+    )
+    h = x * 2
+    with saved_tensors_hooks(*_two(pair_of())):
+        y = h.sin()
+    h += 0
+    _must_raise(
+        y,
+        "same_values",
+        "打包之后执行了 `h += 0`，数值没变，没有钩子时 PyTorch 照样报错",
+        "`h += 0` ran after packing: the values are the same, and without hooks PyTorch raises all the same",
+    )
+    h = x * 2
+    alias = h.detach()
+    with saved_tensors_hooks(*_two(pair_of())):
+        y = h.sin()
+    del h
+    alias[0] = 5.0
+    _must_raise(
+        y,
+        "unnoticed_alias",
+        "打包之后，变量 `h` 删掉了，再通过先前的 `h.detach()` 改写同一块内存",
+        "after packing, the variable `h` was deleted, and then the same memory was edited through an earlier `h.detach()`",
+    )
+    h = x * 2
+    with saved_tensors_hooks(*_two(pair_of())):
+        y = h.sin()
+    y.sum().backward(retain_graph=True)
+    h += 1
+    _must_raise(
+        y,
+        "checked_once",
+        "第一次反向之后才改写，接着做第二次反向",
+        "the edit came after a first backward, and then there was a second",
+    )
+
+
+def _must_raise(y, reason, zh, en):
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        return
+    except Exception as error:
+        refuse(
+            "other_error",
+            zh=f"应当抛出 `RuntimeError`，抛出的是 `{type(error).__name__}`：`{str(error)[:80]}`。",
+            en=f"A `RuntimeError` is wanted; raised was `{type(error).__name__}`: `{str(error)[:80]}`.",
+        )
+    refuse(reason, zh=f"{zh}，解包时却没有报错。", en=f"In this run {en}; unpacking raised nothing.")
+
+
+def checked_against_zero(pack, unpack):
+    def unpack_checked(kept):
+        if kept[0]._version != 0:
+            raise RuntimeError("edited in place")
+        return unpack(kept[1])
+
+    return lambda tensor: (tensor.detach(), pack(tensor)), unpack_checked
+
+
+def checked_by_values(pack, unpack):
+    def unpack_checked(kept):
+        if not torch.equal(kept[0], kept[1]):
+            raise RuntimeError("edited in place")
+        return unpack(kept[2])
+
+    return lambda tensor: (tensor.detach(), tensor.detach().clone(), pack(tensor)), unpack_checked
+
+
+def checked_by_equal_values(pack, unpack):
+    def unpack_checked(kept):
+        if not torch.allclose(kept[0], kept[1], equal_nan=True):
+            raise RuntimeError("edited in place")
+        return unpack(kept[2])
+
+    return lambda tensor: (tensor.detach(), tensor.detach().clone(), pack(tensor)), unpack_checked
+
+
+def checked_while_it_lives(pack, unpack):
+    def unpack_checked(kept):
+        tensor = kept[0]()
+        if tensor is not None and tensor._version != kept[1]:
+            raise RuntimeError("edited in place")
+        return unpack(kept[2])
+
+    return lambda tensor: (weakref.ref(tensor), tensor._version, pack(tensor)), unpack_checked
+
+
+def checked_with_one_version(pack, unpack):
+    version = None
+
+    def pack_checked(tensor):
+        nonlocal version
+        version = tensor._version
+        return tensor.detach(), pack(tensor)
+
+    def unpack_checked(kept):
+        if kept[0]._version != version:
+            raise RuntimeError("edited in place")
+        return unpack(kept[1])
+
+    return pack_checked, unpack_checked
+
+
+def checked_on(keep, error=RuntimeError):
+    """A wrong answer to 32.B that keeps `keep(tensor)` to see the version."""
+
+    def answer(pack, unpack):
+        def pack_checked(tensor):
+            kept = keep(tensor)
+            return kept, kept._version, pack(tensor)
+
+        def unpack_checked(kept):
+            if kept[0]._version != kept[1]:
+                raise error("edited in place")
+            return unpack(kept[2])
+
+        return pack_checked, unpack_checked
+
+    return answer
+
+
+def checked_the_first_time(pack, unpack):
+    pack_checked, unpack_checked = checked(pack, unpack)
+    done = set()
+
+    def unpack_once(kept):
+        if id(kept) in done:
+            return unpack(kept[2])
+        done.add(id(kept))
+        return unpack_checked(kept)
+
+    return pack_checked, unpack_once
+
+
+CHECKED = Exercise(
+    "32.B",
+    examine_checked,
+    checked,
+    {
+        "unnoticed": lambda pack, unpack: (pack, unpack),
+        "edits_before": checked_against_zero,
+        "false_alarm": checked_by_values,
+        "same_values": checked_by_equal_values,
+        "unnoticed_alias": checked_while_it_lives,
+        "mixed_up": checked_with_one_version,
+        "never_freed": checked_on(lambda tensor: tensor),
+        "other_error": checked_on(torch.detach, error=AssertionError),
+        "checked_once": checked_the_first_time,
+        "not_inner": lambda pack, unpack: checked(torch.detach, lambda packed: packed),
+        "raised": lambda pack, unpack: (lambda tensor: (pack(tensor), pack(tensor)._version), unpack),
+        "no_pair": lambda pack, unpack: saved_tensors_hooks(*checked(pack, unpack)),
+    },
+    zh="任何一对钩子都能用上它：改写过就报错，没改写过就不打扰。",
+    en="Any pair can have it: an edit raises, and where there is none nobody is disturbed.",
+)
+
+# ---- 32.C: half precision, but not for what lives anyway ----
+
+
+def half_precision(model):
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor):
+        if tensor.dtype != torch.float32 or tensor.untyped_storage().data_ptr() in own:
+            return tensor.detach(), tensor.dtype
+        return tensor.bfloat16(), tensor.dtype
+
+    def unpack(packed):
+        tensor, dtype = packed
+        return tensor.to(dtype)
+
+    return pack, unpack
+
+
+class _Reader(nn.Module):
+    """Words to scores: an embedding, a slice of a weight, running statistics, other dtypes and masks on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.first, self.norm = nn.Embedding(1001, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.weight, self.scale = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(4))
+        self.register_buffer("gains", torch.randn(8), persistent=False)
+        self.norm.running_var.uniform_(1, 2)
+        self.norm.eval()
+
+    def forward(self, indices: Tensor) -> Tensor:
+        hidden = self.norm(self.first(self.words(indices).mean(1)) * 1000)
+        hidden = F.linear(hidden.tanh() * self.gains, self.weight[2:])
+        hidden = hidden.double().sin().bfloat16().sin().float().masked_fill(hidden < 0, 0.25)
+        return F.linear(hidden * self.scale, self.weight[2:, :4])
+
+
+class _Halving(_Watched):
+    """Watches what is copied: nothing of the model, and half of each float32."""
+
+    def __init__(self, pair: Any, model: nn.Module):
+        super().__init__(pair, self.rounded)
+        self.params = {_place(param) for param in model.parameters()}
+        self.buffers = {_place(buffer) for buffer in model.buffers()}
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        own = _place(tensor) in self.params | self.buffers
+        return tensor.clone() if own or tensor.dtype != torch.float32 else tensor.bfloat16().float()
+
+    def examine(self, tensor: Tensor, packed: Any) -> None:
+        place, kept = _place(tensor), list(_tensors(packed))
+        if place in self.params | self.buffers and any(_place(one) != place for one in kept):
+            kind = "buffer" if place in self.buffers else "slice" if tensor.storage_offset() else "parameter"
+            zh, en = {
+                "buffer": (
+                    "缓冲区（比如 BatchNorm 的统计量）",
+                    "a buffer, such as the statistics of batch norm",
+                ),
+                "slice": ("一个参数的切片", "a slice of a parameter"),
+                "parameter": ("一个参数，或它的转置", "a parameter, or its transpose"),
+            }[kind]
+            refuse(
+                f"copied_{kind}",
+                zh=f"打包时复制了{zh}，形状 `{list(tensor.shape)}`：它本来就在内存里，复制只会更多。",
+                en=f"Packing has made a copy of {en}, shape `{list(tensor.shape)}`: it lives anyway, and a copy only adds.",
+            )
+        if tensor.dtype == torch.float32 and place not in self.params | self.buffers:
+            size = sum({_place(one): one.untyped_storage().nbytes() for one in kept}.values())
+            if size > tensor.nbytes // 2:
+                refuse(
+                    "not_halved",
+                    zh=f"一个 float32 张量有 {tensor.nbytes} 字节，打包之后留住了 {size} 字节，应当是一半。形状 "
+                    f"`{list(tensor.shape)}`，不是模型的参数。",
+                    en=f"A float32 tensor has {tensor.nbytes} bytes; what was packed holds {size}, where half is wanted. "
+                    f"Its shape is `{list(tensor.shape)}`, and it is no parameter of the model.",
+                )
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(packed: Any):
+    """Every tensor in what a pack hook has returned."""
+    if isinstance(packed, Tensor):
+        yield packed
+    elif isinstance(packed, dict):
+        yield from _tensors(list(packed.values()))
+    elif isinstance(packed, list | tuple | set):
+        for one in packed:
+            yield from _tensors(one)
+    elif hasattr(packed, "__dict__") and not isinstance(packed, type):
+        yield from _tensors(list(vars(packed).values()))
+
+
+def examine_half_precision(answer):
+    torch.manual_seed(0)
+    model = _Reader()
+    watched = _Halving(answer(model), model)
+    indices = torch.tensor([[1, 999], [257, 1000], [3, 513], [2, 7]])
+    with watched.hooks():
+        y = model(indices)
+    y.sum().backward()
+    _examine_freed(lambda: answer(model))
+
+
+def halving(skips=lambda tensor, model: False, to=torch.bfloat16, others=torch.detach):
+    """A wrong answer to 32.C, which leaves alone what `skips`."""
+
+    def answer(model):
+        def pack(tensor):
+            if skips(tensor, model):
+                return others(tensor), tensor.dtype
+            return tensor.to(to), tensor.dtype
+
+        return pack, lambda packed: packed[0].to(packed[1])
+
+    return answer
+
+
+def halving_without_dtype(model):
+    def pack(tensor):
+        return tensor.detach() if _in_model(tensor, model) else tensor.bfloat16()
+
+    return pack, lambda packed: packed.float() if packed.dtype == torch.bfloat16 else packed
+
+
+def _in_model(tensor, model, pointer=_place, buffers=True):
+    own = [*model.parameters(), *(model.buffers() if buffers else ())]
+    return tensor.dtype != torch.float32 or pointer(tensor) in {pointer(one) for one in own}
+
+
+HALF_PRECISION = Exercise(
+    "32.C",
+    examine_half_precision,
+    half_precision,
+    {
+        "copied_parameter": halving(
+            lambda tensor, model: tensor.dtype != torch.float32 or isinstance(tensor, nn.Parameter)
+        ),
+        "copied_slice": halving(
+            lambda tensor, model: (
+                _in_model(tensor, model, Tensor.data_ptr)
+                or _place(tensor) in {_place(buffer) for buffer in model.buffers()}
+            )
+        ),
+        "copied_buffer": halving(lambda tensor, model: _in_model(tensor, model, buffers=False)),
+        "changed_others": halving(
+            lambda tensor, model: tensor.dtype == torch.float32 and _in_model(tensor, model)
+        ),
+        "wrong_dtype": halving_without_dtype,
+        "not_halved": halving(lambda tensor, model: _in_model(tensor, model) or tensor.requires_grad),
+        "wrong_values": halving(_in_model, to=torch.float16),
+        "never_freed": halving(_in_model, others=lambda tensor: tensor),
+        "no_pair": lambda model: half_precision(model)[0],
+    },
+    zh="该减半的减半，本来就在的不复制，别的类型一位不动。",
+    en="Halved what may be halved, no copy of what lives anyway, other dtypes untouched.",
+)
+
+# ---- 32.D: masks as bits ----
+
+
+def as_bits():
+    weights = 2 ** torch.arange(8, dtype=torch.uint8)
+
+    def pack(tensor):
+        if tensor.dtype != torch.bool:
+            return tensor.detach()
+        flat = tensor.reshape(-1)
+        flat = F.pad(flat, (0, -len(flat) % 8))
+        return (flat.view(-1, 8) * weights).sum(1, dtype=torch.uint8), tensor.shape
+
+    def unpack(packed):
+        if isinstance(packed, Tensor):
+            return packed
+        octets, shape = packed
+        return (octets[:, None] & weights).ne(0).flatten()[: shape.numel()].view(shape)
+
+    return pack, unpack
+
+
+class _Bits(_Watched):
+    """Watches how many bytes a mask takes when it is packed."""
+
+    def examine(self, tensor: Tensor, packed: Any) -> None:
+        size = _bytes(packed)
+        if tensor.dtype == torch.bool and tensor.numel() >= 1000 and size > tensor.numel() // 8 + 64:
+            refuse(
+                "not_smaller",
+                zh=f"{tensor.numel()} 个元素的掩码，打包之后占 {size} 字节；8 个元素 1 字节，只要 {tensor.numel() // 8}。",
+                en=f"A mask of {tensor.numel()} elements takes {size} bytes when packed; at 8 elements per byte "
+                f"{tensor.numel() // 8} will do.",
+            )
+
+
+def _bytes(packed: Any) -> int:
+    if isinstance(packed, Tensor):
+        return packed.untyped_storage().nbytes()
+    if isinstance(packed, bytes | bytearray):
+        return len(packed)
+    if isinstance(getattr(packed, "nbytes", None), int):  # numpy
+        return packed.nbytes
+    if isinstance(packed, int) and not isinstance(packed, bool):
+        return packed.bit_length() // 8
+    if isinstance(packed, dict):
+        packed = list(packed.values())
+    elif not isinstance(packed, list | tuple) and hasattr(packed, "__dict__"):
+        packed = list(vars(packed).values())
+    return sum(_bytes(one) for one in packed) if isinstance(packed, list | tuple) else 0
+
+
+def examine_as_bits(answer):
+    torch.manual_seed(0)
+    for shape in ((16,), (3, 5), (2, 3, 7), (), (1,), (0,), (0, 3), (60, 70)):
+        _examine_mask(answer, torch.randn(shape), torch.rand(shape) < 0.4)
+    _examine_mask(answer, torch.randn(5, 9), (torch.rand(9, 5) < 0.4).t())
+    watched = _Bits(answer())
+    x = torch.tensor([[0.5, -1.0, 3.0, 7.0]], requires_grad=True)
+    with watched.hooks():
+        y = F.max_pool1d(torch.mul(x, x), 2)
+    y.sum().backward()
+    _examine_mask_dropped(answer)
+    _examine_freed(answer)
+
+
+def _examine_mask(answer, values, mask):
+    x = values.requires_grad_()
+    watched = _Bits(answer())
+    with watched.hooks():
+        y = x.masked_fill(mask, 0.0)
+        z = torch.where(mask, x, -x)
+    (y.sum() + z.sum()).backward()
+
+
+def _examine_mask_dropped(answer):
+    pair, x = _two(answer()), torch.randn(100, requires_grad=True)
+    mask = x.detach() > 0
+    with saved_tensors_hooks(*pair):
+        y = x.masked_fill(mask, 0.0)
+    memory = weakref.ref(mask.untyped_storage())
+    del mask
+    gc.collect()
+    if memory() is not None:
+        refuse(
+            "mask_kept",
+            zh="掩码已经没人用了，它原来的内存却没有释放：打包的东西里，还有什么引用着它？",
+            en="Nobody uses the mask any more, yet its old memory is not freed: what in the packed thing still refers to it?",
+        )
+    with suppress(RuntimeError):
+        y.sum().backward()
+
+
+def packing_masks(to_kept, from_kept, others=torch.detach, only=lambda tensor: tensor.dtype == torch.bool):
+    """A wrong answer to 32.D: what it keeps of a mask and how it comes back."""
+
+    def answer():
+        def pack(tensor):
+            return ("mask", to_kept(tensor)) if only(tensor) else ("other", others(tensor))
+
+        def unpack(packed):
+            return from_kept(packed[1]) if packed[0] == "mask" else packed[1]
+
+        return pack, unpack
+
+    return answer
+
+
+def _octets(tensor):
+    return as_bits()[0](tensor)
+
+
+def _mask(packed):
+    return as_bits()[1](packed)
+
+
+def _without_tail(tensor):
+    octets, shape = _octets(tensor)
+    return octets[: shape.numel() // 8], shape
+
+
+def _with_tail_missing(packed):
+    octets, shape = packed
+    flat = torch.zeros(shape.numel(), dtype=torch.bool)
+    flat[: len(octets) * 8] = _mask((octets, torch.Size([len(octets) * 8])))
+    return flat.view(shape)
+
+
+AS_BITS = Exercise(
+    "32.D",
+    examine_as_bits,
+    as_bits,
+    {
+        "not_smaller": packing_masks(lambda mask: mask.to(torch.uint8), Tensor.bool),
+        "wrong_shape": packing_masks(
+            _octets, lambda packed: _mask((packed[0], torch.Size([packed[1].numel()])))
+        ),
+        "wrong_values": packing_masks(_without_tail, _with_tail_missing),
+        "wrong_dtype": packing_masks(_octets, lambda packed: _mask(packed).to(torch.uint8)),
+        "mask_kept": packing_masks(
+            lambda mask: (lambda kept: lambda: kept)(mask.detach()), lambda give: give()
+        ),
+        "never_freed": packing_masks(_octets, _mask, others=lambda tensor: tensor),
+        "changed_others": packing_masks(
+            lambda tensor: (*_octets(tensor.bool()), tensor.dtype),
+            lambda packed: _mask(packed[:2]).to(packed[2]),
+            only=lambda tensor: tensor.dtype in (torch.bool, torch.int64),
+        ),
+        "no_pair": lambda: as_bits()[0],
+    },
+    zh="一个掩码只占原来的八分之一，一个元素也没错。",
+    en="A mask takes an eighth of what it took, and every element is right.",
+)
+
+CHECKS = [
+    Prediction(
+        "32.1",
+        zh="`b`。打印出来的第一行带着 `grad_fn`，而 S0 的注释说先是 `a`。次序由每种运算自己的代码决定，谁也没有许诺过。",
+        en="`b`. The first line printed has a `grad_fn`; the comment in S0 says `a`. Each operation's own code decides, and nobody has promised an order.",
+    ),
+    Prediction(
+        "32.2",
+        zh="成立。梯度是 -2000，减去 `2 * x` 还是负数，负数当然小于 1e-4。只看一边的断言，拦不住另一边的错。",
+        en="It holds. The gradient is -2000; minus `2 * x` it is negative, and negative numbers are below 1e-4. An assertion that looks one way stops nothing from the other.",
+    ),
+    Prediction(
+        "32.3",
+        zh="48 和 56：反向用的是改写之后的 `h`，算出来是 $4h$，`h` 已经是 12 和 14。同一处错误，没有钩子时会报错；有了钩子，PyTorch 不再核对版本，梯度就悄悄错了。",
+        en="48 and 56: backward used `h` as it was after the edit, $4h$ with `h` at 12 and 14. Without hooks the same mistake raises; with hooks PyTorch does not compare versions, and the gradient is wrong without a word.",
+    ),
+    Prediction(
+        "32.4",
+        zh="6 块，一块也没释放。`y` 的 `grad_fn` 存着打包的结果，打包的结果就是 `y`：一个环，而且有一段在 C++ 里，Python 的垃圾回收看不见。环上连着整张计算图，所以 `x` 也陪着留下。",
+        en="All 6. The `grad_fn` of `y` keeps what was packed, and that is `y`: a cycle, part of it in C++, where Python's garbage collector cannot see. The whole graph hangs on the cycle, so `x` stays too.",
+    ),
+    Prediction(
+        "32.5",
+        zh="1.17 倍：比不打包还多。每个元素是省了一半，可是本来共用的、本来就在的，现在都另存了一份。",
+        en="1.17 times: more than unpacked. Each element takes half, but what was shared, and what lives anyway, is now kept a second time.",
+    ),
+    COUNTING,
+    CHECKED,
+    HALF_PRECISION,
+    AS_BITS,
+]

@@ -1,0 +1,1265 @@
+"""Checks of notebook 34: offloading to disk."""
+
+import gc
+import io
+import os
+import tempfile
+import uuid
+import weakref
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from threading import Thread
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.saved import Offload
+from hooklab.stores import Disk
+
+
+def _pair(got):
+    if got is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回一对钩子。",
+            en="The function returned `None`; a pair of hooks is wanted.",
+        )
+    if not isinstance(got, tuple | list) or len(got) != 2 or not all(map(callable, got)):
+        refuse(
+            "not_a_pair",
+            zh=f"应当返回 `(pack, unpack)` 两个函数，得到的是 `{type(got).__name__}`。",
+            en=f"Return two functions, `(pack, unpack)`; found a `{type(got).__name__}`.",
+        )
+    return got
+
+
+# ---- 34.A: a file that goes with the graph ----
+
+
+def disk_hooks(folder):
+    import os
+    import uuid
+
+    class File:
+        def __init__(self):
+            self.name = os.path.join(folder, str(uuid.uuid4()))
+
+        def __del__(self):
+            if os.path.exists(self.name):
+                os.remove(self.name)
+
+    def pack(saved):
+        file = File()
+        torch.save(saved.detach().clone(), file.name)
+        return file
+
+    return pack, lambda file: torch.load(file.name, weights_only=True)
+
+
+NOTES = "notes.txt"
+
+
+def _files(folder):
+    """What the answer has in the folder: every file but the one that was there before."""
+    found = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+    return [name for name in found if name != os.path.join(folder, NOTES)]
+
+
+def _forward(pair, factor=1.0):
+    """Three operations, four saves: `exp` its result, `*` both, `sin` its input. The gradient is known."""
+    x = torch.tensor([0.5, -1.0, 2.0]).mul(factor).requires_grad_()
+    with saved_tensors_hooks(*pair):
+        y = x.exp()
+        z = (y * y).sin()
+    inner = torch.exp(x.detach())
+    return x, z, torch.cos(inner * inner) * 2 * inner * inner
+
+
+def examine_disk_hooks(answer):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with open(os.path.join(folder, NOTES), "w") as notes:
+            notes.write("somebody else's")
+        _examine_files(answer, folder)
+        gc.collect()
+
+
+def _examine_files(answer, folder):
+    pair = _pair(answer(folder))
+    x, z, want = _forward(pair)
+    written = len(_files(folder))
+    if not written:
+        refuse(
+            "no_file",
+            zh="前向之后，`folder` 里一个新文件也没有。",
+            en="After forward there is no new file in `folder`.",
+        )
+    if written < 4:
+        refuse(
+            "same_name",
+            zh=f"前向打包了 4 次，文件只有 {written} 个：有的写到了同一个名字下。",
+            en=f"Forward packed 4 times, but there are {written} files: some were written under one and the same name.",
+        )
+    try:
+        first, second = z.grad_fn._saved_self, z.grad_fn._saved_self
+    except (FileNotFoundError, KeyError, RuntimeError) as error:
+        refuse(
+            "deleted_too_early",
+            zh=f"同一个已保存张量读第二遍时，抛出了 `{type(error).__name__}`：文件已经不在了。",
+            en=f"Reading one saved tensor for the second time raised a `{type(error).__name__}`: the file is gone.",
+        )
+    try:
+        z.sum().backward()
+    except FileNotFoundError:
+        _examine_others(folder)
+        refuse(
+            "not_its_own",
+            zh="反向中途少了文件：有个文件在别的包还要用它时，就被删掉了。",
+            en="Half-way through backward a file was missing: it was deleted while something else that was packed still needed it.",
+        )
+    if not torch.allclose(x.grad, want, rtol=1e-4):
+        _refuse_values()
+    del z, first, second
+    gc.collect()
+    if left := len(_files(folder)):
+        refuse(
+            "leaked",
+            zh=f"反向做完，计算图也释放了，`folder` 里还有 {left} 个文件。",
+            en=f"Backward is done and the graph is gone, but files are left in `folder`: {left}.",
+        )
+    _examine_no_backward(pair, folder)
+    _examine_two_pairs(answer, folder)
+    _examine_size(pair, folder)
+    _examine_others(folder)
+
+
+def _examine_others(folder):
+    if not os.path.exists(os.path.join(folder, NOTES)):
+        refuse(
+            "touched_others",
+            zh=f"`folder` 里原有一个 `{NOTES}`，现在没了。",
+            en=f"There was a `{NOTES}` in `folder` before; it is gone.",
+        )
+
+
+def _refuse_values():
+    refuse(
+        "wrong_values",
+        zh="文件都在，但求出的梯度不对：解包还回来的，不是打包时的那个张量。",
+        en="The files are there, but the gradient is wrong: what unpack gives back is not what was packed.",
+    )
+
+
+def _examine_no_backward(pair, folder):
+    x, z, want = _forward(pair)
+    del x, z, want
+    gc.collect()
+    if left := len(_files(folder)):
+        refuse(
+            "left_without_backward",
+            zh=f"做了反向的图没有留下文件；没做反向就扔掉的图，留下了 {left} 个。",
+            en=f"A graph with a backward leaves no file; one that is dropped without a backward leaves {left}.",
+        )
+
+
+def _examine_two_pairs(answer, folder):
+    runs = [_forward(answer(folder), factor) for factor in (1.0, 0.5)]
+    for x, z, want in runs:
+        try:
+            z.sum().backward()
+        except FileNotFoundError:
+            x.grad = None
+        if x.grad is None or not torch.allclose(x.grad, want, rtol=1e-4):
+            refuse(
+                "names_collide",
+                zh="两对钩子同时用一个 `folder` 时，一对写的文件盖掉了另一对的：名字重了。",
+                en="With two pairs of hooks in one `folder` at a time, one writes over the files of the other: the names are "
+                "the same.",
+            )
+
+
+def _examine_size(pair, folder):
+    pack, unpack = pair
+    table = torch.arange(250_000.0).view(500, 500)
+    row = pack(table[3, :10])
+    size = max(map(os.path.getsize, _files(folder)), default=0)
+    content = unpack(row)
+    del row  # its file goes before the folder does
+    if size > 100_000:
+        refuse(
+            "whole_memory",
+            zh=f"一个 40 字节的切片，写出的文件有 {size:,} 字节。",
+            en=f"For a slice of 40 bytes the file has {size:,}.",
+        )
+    if not torch.equal(content, table[3, :10]):
+        _refuse_values()
+    alone = torch.ones(10)
+    storage = weakref.ref(alone.untyped_storage())
+    packed = pack(alone)
+    del alone
+    gc.collect()
+    if storage() is not None:
+        del packed
+        refuse(
+            "kept_in_memory",
+            zh="文件写了，但打包返回的东西还拿着原来的张量：内存一点没省。",
+            en="The file is written, but what pack returns still holds the tensor: no memory is saved.",
+        )
+    del packed
+
+
+def _to_files(folder, name=lambda saved: str(uuid.uuid4()), keep=Tensor.clone, remove=os.remove):
+    """A self-deleting file, with one thing changed."""
+
+    class File:
+        def __init__(self, saved):
+            self.name = os.path.join(folder, name(saved))
+            torch.save(keep(saved.detach()), self.name)
+
+        def __del__(self):
+            if os.path.exists(self.name):
+                remove(self.name)
+
+    return File, lambda file: torch.load(file.name, weights_only=True)
+
+
+def _deleting_in_unpack(folder):
+    def unpack(name):
+        saved = torch.load(name, weights_only=True)
+        os.remove(name)
+        return saved
+
+    return _leaking(folder)[0], unpack
+
+
+def _leaking(folder):
+    def pack(saved):
+        torch.save(saved.clone(), name := os.path.join(folder, str(uuid.uuid4())))
+        return name
+
+    return pack, torch.load
+
+
+def _cached_in_unpack(folder):
+    def pack(saved):
+        torch.save(saved.detach().clone(), name := os.path.join(folder, str(uuid.uuid4())))
+        return {"name": name}
+
+    def unpack(packed):
+        if "saved" not in packed:
+            packed["saved"] = torch.load(packed["name"])
+            os.remove(packed["name"])
+        return packed["saved"]
+
+    return pack, unpack
+
+
+def _counted(folder):
+    numbers = iter(range(1_000_000))
+    return _to_files(folder, name=lambda saved: f"{next(numbers)}.pt")
+
+
+def _by_size(folder):
+    """One more letter for each packing of a size, and every letter removed when one of them goes."""
+
+    def remove(name):
+        for other in _files(folder):
+            os.remove(other)
+
+    return _to_files(folder, remove=remove)
+
+
+def _holding(folder):
+    pack, unpack = _to_files(folder)
+    return lambda saved: (pack(saved), saved.detach()), lambda packed: unpack(packed[0])
+
+
+def _in_memory(folder):
+    return lambda saved: saved.detach().clone(), lambda saved: saved
+
+
+DISK_HOOKS = Exercise(
+    "34.A",
+    examine_disk_hooks,
+    disk_hooks,
+    {
+        "leaked": _leaking,
+        "deleted_too_early": _deleting_in_unpack,
+        "left_without_backward": _cached_in_unpack,
+        "same_name": lambda folder: _to_files(folder, name=lambda saved: f"{saved.data_ptr()}.pt"),
+        "names_collide": _counted,
+        "not_its_own": _by_size,
+        "whole_memory": lambda folder: _to_files(folder, keep=lambda saved: saved),
+        "touched_others": lambda folder: _to_files(
+            folder,
+            remove=lambda name: [os.remove(os.path.join(folder, other)) for other in os.listdir(folder)],
+        ),
+        "kept_in_memory": _holding,
+        "no_file": _in_memory,
+        "wrong_values": lambda folder: _to_files(folder, keep=lambda saved: saved.half()),
+        "not_a_pair": lambda folder: _to_files(folder)[0],
+        "returned_nothing": lambda folder: print(end=str(len(_to_files(folder)))[:0]),
+    },
+    zh="文件跟着计算图来去，切片也只写它自己的内容。",
+    en="The files come and go with the graph, and a slice writes no more than its own content.",
+)
+
+# ---- 34.B: a store on a dictionary of bytes ----
+
+
+def byte_store():
+    class Slot:
+        def __init__(self, held, tensor):
+            self.held, self.dtype = held, tensor.dtype
+            held[id(self)] = tensor.detach().view(torch.uint8).numpy().tobytes()
+
+        def __del__(self):
+            del self.held[id(self)]
+
+    class Store:
+        def __init__(self):
+            self.held = {}
+
+        def write(self, tensor):
+            return Slot(self.held, tensor)
+
+        def read(self, slot):
+            return torch.frombuffer(bytearray(self.held[id(slot)]), dtype=slot.dtype)
+
+    return Store()
+
+
+def _samples():
+    special = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
+    return [
+        special, special.to(torch.bfloat16), special.half(), special.double() / 3, torch.tensor([True, False]),
+        torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]),
+    ]  # fmt: skip
+
+
+def _bits(tensor):
+    return tensor.detach().contiguous().view(torch.uint8).tolist()
+
+
+def examine_byte_store(answer):
+    store = answer()
+    if store is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回一个有 `write` 和 `read` 的对象。",
+            en="The function returned `None`; wanted is an object with `write` and `read`.",
+        )
+    if not isinstance(getattr(store, "held", None), dict):
+        refuse(
+            "no_held",
+            zh=f"返回的 `{type(store).__name__}` 没有叫 `held` 的字典。",
+            en=f"What is returned, a `{type(store).__name__}`, has no dictionary `held`.",
+        )
+    for sample in _samples():
+        _examine_sample(answer(), sample)
+    if answer().held is store.held:
+        refuse(
+            "one_for_all",
+            zh="`byte_store()` 调用两次，两个对象共用一个 `held`：键会相撞。",
+            en="Two calls of `byte_store()` give two objects with one `held` between them: their keys will collide.",
+        )
+    _examine_keys(answer())
+    _examine_freed(answer())
+    _examine_moved(answer())
+    _examine_at_work(answer())
+
+
+def _examine_sample(store, sample):
+    dtype = str(sample.dtype).removeprefix("torch.")
+    try:
+        slot = store.write(sample)
+    except (TypeError, ValueError, RuntimeError) as error:
+        refuse(
+            "write_failed",
+            zh=f"`write` 存 `{dtype}` 的张量时抛出了 `{type(error).__name__}`。",
+            en=f"`write` raised a `{type(error).__name__}` for a tensor of `{dtype}`.",
+        )
+    entries = list(store.held.values())
+    if len(entries) != 1 or not isinstance(entries[-1], bytes | bytearray):
+        kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"
+        refuse(
+            "not_bytes",
+            zh=f"`write` 之后，`held` 里应当有一份 `bytes`；现在有 {len(entries)} 份，类型是 `{kinds}`。",
+            en=f"After `write` there should be one entry in `held`, of `bytes`; there are {len(entries)}, of type `{kinds}`.",
+        )
+    if len(entries[-1]) != sample.nbytes:
+        refuse(
+            "wrong_length",
+            zh=f"`{dtype}` 的张量占 {sample.nbytes} 字节，存下的却有 {len(entries[-1])} 字节。",
+            en=f"A tensor of `{dtype}` has {sample.nbytes} bytes, but {len(entries[-1])} were stored.",
+        )
+    _expect_bits(_read(store, slot, "第一遍", "the first time"), sample, dtype)
+    got = _read(store, slot, "第二遍", "the second time")
+    got.zero_()
+    if _bits(_read(store, slot, "第三遍", "the third time")) != _bits(sample):
+        refuse(
+            "shares_memory",
+            zh="把 `read` 返回的张量原地清零以后再读，存着的内容也变成了零：它们共用内存。",
+            en="After what `read` returned was set to zero in place, the next read gave zeros: it shares memory with what is held.",
+        )
+
+
+def _read(store, slot, zh, en):
+    try:
+        return store.read(slot)
+    except KeyError:
+        refuse(
+            "read_once",
+            zh=f"同一个槽位读{zh}时，抛出了 `KeyError`：内容已经不在 `held` 里了。",
+            en=f"Reading a slot {en} raised a `KeyError`: the content is no longer in `held`.",
+        )
+
+
+def _expect_bits(got, want, dtype):
+    if not isinstance(got, Tensor):
+        refuse(
+            "not_a_tensor",
+            zh=f"`read` 应当返回张量，得到的是 `{type(got).__name__}`。",
+            en=f"`read` should return a tensor; found `{type(got).__name__}`.",
+        )
+    if got.dtype != want.dtype or got.shape != want.shape:
+        refuse(
+            "wrong_dtype",
+            zh=f"存进去的是 `{dtype}`、{want.numel()} 个元素，读出来是 `{got.dtype}`、形状 `{list(got.shape)}`。",
+            en=f"Written: `{dtype}`, {want.numel()} elements; read: `{got.dtype}`, shape `{list(got.shape)}`.",
+        )
+    if _bits(got) != _bits(want):
+        refuse(
+            "wrong_bits",
+            zh=f"`{dtype}` 的内容读回来有几位不一样了。",
+            en=f"Read back, some bits of the `{dtype}` content are different.",
+        )
+
+
+def _examine_keys(store):
+    slots = {number: store.write(torch.full((3,), float(number))) for number in range(20)}
+    del slots[4]
+    gc.collect()
+    slots |= {number: store.write(torch.full((3,), float(number))) for number in range(20, 30)}
+    for number, slot in slots.items():
+        try:
+            found = store.read(slot).tolist()
+        except KeyError:
+            found = None
+        if found is None:
+            refuse(
+                "freed_others",
+                zh="写 20 个，释放 1 个，再写 10 个：还有人要的槽位，有的已经没有内容了。释放时动了别人的，或者键重了。",
+                en="20 written, 1 given back, 10 more written: slots that are still wanted have lost their content. Giving one "
+                "back touched others, or two had the same key.",
+            )
+        if found != [float(number)] * 3:
+            refuse(
+                "same_key",
+                zh="写 20 个，释放 1 个，再写 10 个：有的槽位读到了别人的内容。看看字典的键会不会重。",
+                en="20 written, 1 given back, 10 more written: some slots now read another's content. See whether two can get the "
+                "same key.",
+            )
+
+
+def _examine_freed(store):
+    slot, other = store.write(torch.ones(3)), store.write(torch.ones(5))
+    del slot
+    gc.collect()
+    if len(store.held) == 2:
+        refuse(
+            "never_freed",
+            zh="槽位已经没人要了，它的内容还在 `held` 里。",
+            en="Nobody has the slot any more, yet its content is still in `held`.",
+        )
+    _expect_bits(_read(store, other, "一遍", "once"), torch.ones(5), "float32")
+
+
+def _examine_moved(store):
+    alone = torch.ones(10)
+    storage = weakref.ref(alone.untyped_storage())
+    slot = store.write(alone)
+    del alone
+    gc.collect()
+    if storage() is not None:
+        refuse(
+            "kept_in_memory",
+            zh="`write` 返回以后，原来的张量已经没人要了，它的内存却没有释放：槽位或者存储还拿着它。",
+            en="After `write` nobody else wants the tensor, yet its memory is not freed: the slot or the store still holds it.",
+        )
+    del slot
+
+
+def _examine_at_work(store):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 1)).to(torch.bfloat16)
+    x = torch.randn(4, 6).to(torch.bfloat16)
+    want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with Offload(model, to=store, min_bytes=0):
+        loss = model(x).sum()
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    if not all(map(torch.equal, got, want)):
+        refuse(
+            "wrong_gradients",
+            zh="单独读写没有错，交给 `Offload` 以后，梯度却和普通训练不同。",
+            en="Reading and writing by itself is right, but as a store of `Offload` the gradients differ from plain training.",
+        )
+    del loss, got
+    gc.collect()
+    if store.held:
+        refuse(
+            "never_freed",
+            zh=f"反向做完，图也释放了，`held` 里还有 {len(store.held)} 份内容。",
+            en=f"Backward is done and the graph is gone; in `held` there is still content: {len(store.held)}.",
+        )
+
+
+def _byte_store(
+    *, take=lambda tensor: tensor.view(torch.uint8).numpy().tobytes(), key=lambda slot, *given: id(slot),
+    give=lambda held, slot: torch.frombuffer(bytearray(held[slot.key]), dtype=slot.dtype),
+    drop=lambda held, slot: held.pop(slot.key, None),
+):  # fmt: skip
+    """A maker of stores with one thing changed."""
+
+    class Made:
+        class Slot:
+            def __del__(self):
+                drop(self.held, self)
+
+        def __init__(self):
+            self.held = {}
+
+        def write(self, tensor):
+            slot = self.Slot()
+            slot.held, slot.dtype = self.held, tensor.dtype
+            slot.key = key(slot, self.held, tensor)
+            self.held[slot.key] = take(tensor)
+            return slot
+
+        def read(self, slot):
+            return give(self.held, slot)
+
+    return Made
+
+
+def _by_torch_save(tensor):
+    torch.save(tensor, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def _sharing(held):
+    store = byte_store()
+    store.held = held
+    return store
+
+
+def _holding_too():
+    store = byte_store()
+    write = store.write
+
+    def and_hold(tensor):
+        slot = write(tensor)
+        slot.tensor = tensor
+        return slot
+
+    store.write = and_hold
+    return store
+
+
+def _no_held():
+    store = byte_store()
+    store.content = store.__dict__.pop("held")
+    return store
+
+
+BYTE_STORE = Exercise(
+    "34.B",
+    examine_byte_store,
+    byte_store,
+    {
+        "write_failed": _byte_store(take=lambda tensor: tensor.numpy().tobytes()),
+        "not_bytes": _byte_store(take=Tensor.clone, give=lambda held, slot: held[slot.key].clone()),
+        "wrong_length": _byte_store(
+            take=_by_torch_save, give=lambda held, slot: torch.load(io.BytesIO(held[slot.key]))
+        ),
+        "wrong_dtype": _byte_store(
+            give=lambda held, slot: torch.frombuffer(bytearray(held[slot.key]), dtype=torch.uint8)
+        ),
+        "wrong_bits": _byte_store(
+            give=lambda held, slot: (
+                torch.frombuffer(bytearray(held[slot.key]), dtype=slot.dtype).nan_to_num()
+                if slot.dtype.is_floating_point
+                else torch.frombuffer(bytearray(held[slot.key]), dtype=slot.dtype)
+            )
+        ),
+        "read_once": _byte_store(
+            give=lambda held, slot: torch.frombuffer(bytearray(held.pop(slot.key)), dtype=slot.dtype)
+        ),
+        "shares_memory": _byte_store(
+            take=lambda tensor: bytearray(tensor.view(torch.uint8).numpy().tobytes()),
+            give=lambda held, slot: torch.frombuffer(held[slot.key], dtype=slot.dtype),
+        ),
+        "same_key": _byte_store(key=lambda slot, held, tensor: len(held)),
+        "never_freed": _byte_store(drop=lambda held, slot: None),
+        "freed_others": _byte_store(
+            key=lambda slot, held, tensor: str(uuid.uuid4()), drop=lambda held, slot: held.clear()
+        ),
+        "not_a_tensor": _byte_store(give=lambda held, slot: held[slot.key]),
+        "one_for_all": lambda held={}: _sharing(held),
+        "kept_in_memory": _holding_too,
+        "no_held": _no_held,
+        "returned_nothing": lambda: print(end=str(byte_store())[:0]),
+    },
+    zh="内容逐位相等，槽位一回收，字节就没了：它可以交给 `Offload`。",
+    en="The content is equal bit for bit, and the bytes go with the slot: a store for `Offload`.",
+)
+
+# ---- 34.C: a threshold that leaves small tensors in memory, safely ----
+
+
+def large_only(pack, unpack, at_least):
+    def pack_either(saved):
+        if saved.numel() >= at_least:
+            return "moved", pack(saved), None
+        return "kept", saved.detach(), saved._version
+
+    def unpack_either(packed):
+        where, content, version = packed
+        if where == "moved":
+            return unpack(content)
+        if content._version != version:
+            raise RuntimeError("a saved tensor was edited in place")
+        return content
+
+    return pack_either, unpack_either
+
+
+SHAPES = [(3,), (30,), (99,), (25, 4), (101,), (50, 4)]
+INNER = {
+    "tensor": (lambda saved: -saved.detach(), lambda packed: -packed),
+    "tuple": (lambda saved: (saved.detach() * 2, 0.5), lambda packed: packed[0] * packed[1]),
+    "list": (lambda saved: [saved.detach().tolist()], lambda packed: torch.tensor(packed[0])),
+}
+
+
+def examine_large_only(answer):
+    _examine_threshold(answer)
+    pair = _pair(answer(*INNER["tensor"], 100))
+    _examine_leak(pair)
+    _examine_edit(pair)
+    for kind, inner in INNER.items():
+        _examine_values(answer(*inner, 100), kind)
+
+
+def _examine_threshold(answer):
+    moved = []
+
+    def pack(saved):
+        moved.append(tuple(saved.shape))
+        return saved.detach()
+
+    pair = _pair(answer(pack, lambda packed: packed, 100))
+    for shape in SHAPES:
+        with saved_tensors_hooks(*pair):
+            torch.zeros(shape, requires_grad=True).exp()
+    if not moved:
+        refuse(
+            "nothing_moved",
+            zh="一个张量也没有交给 `pack`，大的也没有。",
+            en="No tensor was given to `pack`, not even a large one.",
+        )
+    if moved == SHAPES:
+        refuse(
+            "everything_moved",
+            zh="所有张量都交给了 `pack`，只有 3 个元素的也在内；`at_least` 是 100。",
+            en="Every tensor was given to `pack`, even one of 3 elements; `at_least` was 100.",
+        )
+    if moved != [(25, 4), (101,), (50, 4)]:
+        refuse(
+            "threshold_off",
+            zh=f"`at_least` 是 100 时，交给 `pack` 的是这些形状：`{moved}`。用元素个数对一对，刚好 100 个的也要看。",
+            en=f"With `at_least` 100 these shapes were given to `pack`: `{moved}`. Go through them by their number of elements, "
+            "the one with exactly 100 too.",
+        )
+
+
+def _examine_leak(pair):
+    with saved_tensors_hooks(*pair):
+        y = torch.zeros(3, requires_grad=True).exp()
+    alive = weakref.ref(y.untyped_storage())
+    del y
+    gc.collect()
+    if alive() is not None:
+        refuse(
+            "leaks",
+            zh="一个小张量和它的计算图都没人要了，内存却一直不释放。是谁还拿着它？打包的结果里装的是不是它自己？",
+            en="Nobody has the small tensor or its graph any more, yet the memory is not freed. Who still holds it? Is the very "
+            "tensor in what was packed?",
+        )
+
+
+def _examine_edit(pair):
+    x = torch.zeros(3, requires_grad=True)
+    with saved_tensors_hooks(*pair):
+        y = x.exp()
+        z = x.exp().add_(1).sin()
+    y.mul_(2)
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        pass
+    except Exception as error:
+        refuse(
+            "other_error",
+            zh=f"小张量保存之后被原地修改，应当抛出 `RuntimeError`，抛出的却是 `{type(error).__name__}`。",
+            en=f"A small tensor was edited in place after saving: a `RuntimeError` is wanted, raised was "
+            f"`{type(error).__name__}`.",
+        )
+    else:
+        refuse(
+            "edit_unnoticed",
+            zh="一个小张量保存之后被原地修改，反向照样走完了，没有抛出 `RuntimeError`。",
+            en="A small tensor was edited in place after saving; backward went through all the same, without a `RuntimeError`.",
+        )
+    try:
+        _ = z.grad_fn._saved_self
+    except RuntimeError:
+        refuse(
+            "false_alarm",
+            zh="一个张量在保存之前改过一次，保存之后没有再改，解包却抛出了 `RuntimeError`。",
+            en="A tensor was edited before it was saved and never after; unpacking it raised a `RuntimeError` all the same.",
+        )
+
+
+def _examine_values(pair, kind):
+    for shape in SHAPES:
+        x = torch.full(shape, 0.5, requires_grad=True)
+        try:
+            with saved_tensors_hooks(*pair):
+                y = x.exp()
+            y.sum().backward()
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, KeyError) as error:
+            x.grad = None
+            said = type(error).__name__
+        else:
+            said = "-"
+        if x.grad is None or not torch.allclose(x.grad, x.detach().exp(), rtol=1e-4):
+            refuse(
+                "not_restored",
+                zh=f"`pack` 返回的是 `{kind}` 时，形状 `{list(shape)}` 的张量还原错了（异常：`{said}`）。解包时，这个包交给谁去还原了？",
+                en=f"With a `pack` that returns a `{kind}`, a tensor of shape `{list(shape)}` is not restored rightly (raised: "
+                f"`{said}`). Who was given it to restore?",
+            )
+
+
+def _large_only(keep, give, test=lambda saved, at_least: saved.numel() >= at_least, moved=None):
+    """A threshold with one thing changed: packed results are marked."""
+
+    def answer(pack, unpack, at_least):
+        def pack_either(saved):
+            return (True, pack(saved)) if test(saved, at_least) else (False, keep(saved))
+
+        return pack_either, lambda packed: (unpack if packed[0] else give)(packed[1])
+
+    return answer
+
+
+def _guarded(packed):
+    if packed[0]._version != packed[1]:
+        raise RuntimeError("edited")
+    return packed[0]
+
+
+def _asserted(packed):
+    assert packed[0]._version == packed[1]
+    return packed[0]
+
+
+def _never_edited(saved):
+    if saved._version:
+        raise RuntimeError("edited")
+    return saved
+
+
+def _versioned(saved):
+    return saved.detach(), saved._version
+
+
+def _safe(test):
+    return _large_only(_versioned, _guarded, test)
+
+
+def _guessed_by_tensor(pack, unpack, at_least):
+    def unpack_either(packed):
+        if isinstance(packed, Tensor):
+            return _never_edited(packed) if packed.numel() < at_least and packed._version > 1 else packed
+        return _guarded(packed) if isinstance(packed, tuple) else unpack(packed)
+
+    def pack_either(saved):
+        return pack(saved) if saved.numel() >= at_least else _versioned(saved)
+
+    return pack_either, unpack_either
+
+
+def _guessed_by_tuple(pack, unpack, at_least):
+    def pack_either(saved):
+        return pack(saved) if saved.numel() >= at_least else _versioned(saved)
+
+    return pack_either, lambda packed: _guarded(packed) if isinstance(packed, tuple) else unpack(packed)
+
+
+def _as_in_the_sources(pack, unpack, at_least):
+    def pack_either(saved):
+        return saved if saved.numel() < at_least else pack(saved)
+
+    return pack_either, lambda packed: packed if isinstance(packed, Tensor) else unpack(packed)
+
+
+LARGE_ONLY = Exercise(
+    "34.C",
+    examine_large_only,
+    large_only,
+    {
+        "leaks": _as_in_the_sources,
+        "edit_unnoticed": _large_only(Tensor.detach, lambda kept: kept),
+        "false_alarm": _large_only(Tensor.detach, _never_edited),
+        "other_error": _large_only(_versioned, _asserted),
+        "not_restored": _guessed_by_tensor,
+        "threshold_off": _safe(lambda saved, at_least: saved.numel() > at_least),
+        "nothing_moved": _safe(lambda saved, at_least: False),
+        "everything_moved": lambda pack, unpack, at_least: (pack, unpack),
+        "not_a_pair": lambda pack, unpack, at_least: large_only(pack, unpack, at_least)[0],
+        "returned_nothing": lambda *given: print(end=str(large_only(*given))[:0]),
+    },
+    zh="大的搬走，小的安全地留下：不漏内存，改了就报错。",
+    en="The large ones move, the small ones stay, safely: nothing leaks, and an edit raises.",
+)
+
+# ---- 34.D: SaveToDisk, on Offload and Disk ----
+
+
+def save_to_disk(module, folder):
+    from hooklab import Offload
+    from hooklab.stores import Disk
+
+    class SaveToDisk(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.folder = module, folder
+
+        def forward(self, *args, **kwargs):
+            with Offload(self.module, to=Disk(self.folder), min_bytes=4096):
+                return self.module(*args, **kwargs)
+
+    return SaveToDisk()
+
+
+class _Seen:
+    """What every `Disk` is given while this is open: in which folder, from which memory, how many bytes of it."""
+
+    def __enter__(self):
+        self.writes = []
+        write = Disk.write
+
+        def noting(disk, tensor):
+            storage = tensor.untyped_storage()
+            self.writes.append((disk.folder, storage.data_ptr(), storage.nbytes()))
+            return write(disk, tensor)
+
+        self.patch = patch.object(Disk, "write", noting)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.patch.stop()
+
+    def during(self, run):
+        """What `run` returns, and what was written meanwhile."""
+        before = len(self.writes)
+        return run(), self.writes[before:]
+
+
+class _Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        (self.weight * x).exp()
+        raise ValueError("this model always fails")
+
+
+def examine_save_to_disk(answer):
+    """In a thread of its own: a context that is left open goes with it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _Seen() as seen:
+        _in_thread(lambda: _examine_wrapper(answer, folder, seen))
+        gc.collect()  # a file must be closed before its folder goes, on Windows
+
+
+def _in_thread(run):
+    done, raised = [], []
+
+    def guarded():
+        try:
+            done.append(run())
+        except Exception as error:
+            raised.append(error)
+
+    thread = Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return done[0]
+
+
+def _saves_outside():
+    torch.zeros(10_000, requires_grad=True).exp()
+
+
+def _examine_wrapper(answer, folder, seen):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    query, memory = torch.randn(16, 8, 8), torch.randn(16, 10, 8)
+    want = _attend(model, model, query, memory)
+    called = []
+    model.register_forward_hook(lambda *args: called.append(1))
+    wrapped = answer(model, folder)
+    _examine_module(wrapped, model)
+    got, writes = seen.during(lambda: _attend(wrapped, model, query, memory))
+    if not called:
+        refuse(
+            "skipped_hooks",
+            zh="挂在里面那个模块上的前向钩子没有触发：调用的是它的 `forward`，不是它本身。",
+            en="A forward hook on the module inside did not fire: its `forward` was called, not the module itself.",
+        )
+    if not torch.equal(got[0], want[0]):
+        refuse(
+            "wrong_output",
+            zh="前向的结果和里面那个模块的不一样。参数都传到了吗？",
+            en="The output is not that of the module inside. Did all arguments get there?",
+        )
+    _examine_writes(writes, model, folder)
+    if not all(map(torch.equal, got[1], want[1])):
+        refuse(
+            "wrong_gradients",
+            zh="前向没错，参数的梯度却和普通训练不同。",
+            en="Forward is right, but the gradients of the parameters differ from plain training.",
+        )
+    _examine_elsewhere(wrapped, model, query, memory, seen)
+    _examine_closed(answer(_Failing(), folder), seen)
+    _examine_copy(wrapped, query, memory, seen)
+
+
+def _examine_module(wrapped, model):
+    if wrapped is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回一个模块。",
+            en="The function returned `None`; a module is wanted.",
+        )
+    if not isinstance(wrapped, nn.Module):
+        refuse(
+            "not_a_module",
+            zh=f"应当返回一个模块，得到的是 `{type(wrapped).__name__}`。",
+            en=f"A module should be returned; found `{type(wrapped).__name__}`.",
+        )
+    if {id(param) for param in wrapped.parameters()} != {id(param) for param in model.parameters()}:
+        refuse(
+            "not_registered",
+            zh="返回的模块，它的 `parameters()` 和里面那个模块的不一样：优化器会漏掉参数。",
+            en="`parameters()` of what you return are not those of the module inside: an optimizer would miss some.",
+        )
+
+
+def _attend(wrapped, model, query, memory):
+    model.zero_grad()
+    got = wrapped(query, memory, value=memory, need_weights=False)
+    if got is None:
+        refuse(
+            "forward_returned_nothing",
+            zh="前向返回了 `None`，应当返回里面那个模块的结果。",
+            en="The forward returned `None`; wanted is what the module inside returns.",
+        )
+    got[0].square().sum().backward()
+    return got[0].detach(), [param.grad for param in model.parameters()]
+
+
+def _examine_writes(writes, model, folder):
+    if not writes:
+        refuse(
+            "nothing_moved",
+            zh="前向跑完了，`Disk` 里什么也没写。最大的张量有 5,120 字节：阈值是多少？卸载到哪里？",
+            en="Forward is done and nothing was written to a `Disk`. The largest tensor has 5,120 bytes: what is the threshold, and "
+            "where does it go?",
+        )
+    if {where for where, _, _ in writes} != {folder}:
+        refuse(
+            "wrong_folder",
+            zh="写是写了，文件却不在给你的 `folder` 里。",
+            en="It was written, but to a file outside the `folder` that was given.",
+        )
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    if moved := len({place for _, place, _ in writes} & own):
+        refuse(
+            "moved_parameters",
+            zh=f"写进文件的还有模块的参数（{moved} 个）：它们本来就一直在内存里。",
+            en=f"Parameters of the module were written too ({moved} of them): they are in memory anyway.",
+        )
+    if (smallest := min(nbytes for _, _, nbytes in writes)) < 4096:
+        refuse(
+            "moved_small",
+            zh=f"不到 4,096 字节的也写进了文件：最小的一个，内存只有 {smallest:,} 字节。",
+            en=f"What is smaller than 4,096 bytes was written too: the smallest lies in a memory of {smallest:,}.",
+        )
+
+    if all(nbytes > 4096 for _, _, nbytes in writes):
+        refuse(
+            "threshold_off",
+            zh="有一个张量的内存正好是 4,096 字节，它没有写进文件。",
+            en="One tensor lies in a memory of exactly 4,096 bytes, and it was not written.",
+        )
+
+
+def _examine_elsewhere(wrapped, model, query, memory, seen):
+    _, writes = seen.during(lambda: _in_thread(lambda: _attend(wrapped, model, query, memory)))
+    if not writes:
+        refuse(
+            "other_thread",
+            zh="在创建它的线程里没有问题；换一个线程来运行，什么也没写。",
+            en="Fine in the thread that made it; run in another thread, nothing is written.",
+        )
+    if seen.during(_saves_outside)[1]:
+        refuse(
+            "left_open",
+            zh="前向早已返回，模块外面保存的张量还在写进文件：上下文没有关上。",
+            en="Forward has long returned, and what is saved outside the module still goes to the file: the context was not closed.",
+        )
+
+
+def _examine_closed(wrapped, seen):
+    try:
+        wrapped(torch.ones(3))
+    except ValueError:
+        pass
+    else:
+        refuse(
+            "hid_error",
+            zh="里面的模块抛出了 `ValueError`，从外面的模块里却没有出来。",
+            en="The module inside raised a `ValueError`; it did not come out of yours.",
+        )
+    if seen.during(_saves_outside)[1]:
+        refuse(
+            "left_after_error",
+            zh="一切顺利时没有问题；前向中途报错以后，上下文却一直开着，模块外面的张量也写进了文件。",
+            en="Fine as long as nothing goes wrong; after an error in forward the context stays open, and tensors saved outside "
+            "the module go to the file.",
+        )
+
+
+def _examine_copy(wrapped, query, memory, seen):
+    try:
+        twin = deepcopy(wrapped)
+    except TypeError as error:
+        refuse(
+            "not_copyable",
+            zh=f"`copy.deepcopy` 复制你的模块时抛出了 `TypeError: {error}`。你的模块里存着什么复制不了的东西？",
+            en=f"`copy.deepcopy` of your module raised `TypeError: {error}`. What does the module keep that has no copy?",
+        )
+    got, writes = seen.during(lambda: _attend(twin, twin, query, memory))
+    if any(grad is None for grad in got[1]):
+        refuse(
+            "copy_runs_original",
+            zh="`copy.deepcopy` 得到的副本，自己的参数没有梯度：它运行的还是原来那个模块。",
+            en="The copy that `copy.deepcopy` makes has no gradients in its own parameters: it still runs the first module.",
+        )
+    if not writes or not torch.equal(got[0], wrapped(query, memory, value=memory, need_weights=False)[0]):
+        refuse(
+            "copy_differs",
+            zh="`copy.deepcopy` 得到的副本能运行，但是结果不同，或者什么也没写。",
+            en="The copy that `copy.deepcopy` makes runs, but its output differs, or nothing is written.",
+        )
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, module, folder):
+        super().__init__()
+        self.module, self.folder = module, folder
+
+    def forward(self, *args, **kwargs):
+        with self.context():
+            return self.module(*args, **kwargs)
+
+    def context(self):
+        return Offload(self.module, to=Disk(self.folder), min_bytes=4096)
+
+
+class _OpenedOnce(_Wrapper):
+    def __init__(self, module, folder):
+        super().__init__(module, folder)
+        self.stack = ExitStack()
+        self.stack.enter_context(super().context())
+
+    def context(self):
+        return nullcontext()
+
+
+class _NeverClosed(_Wrapper):
+    def forward(self, *args, **kwargs):
+        Offload(to=Disk(self.folder), min_bytes=4096).__enter__()
+        return self.module(*args, **kwargs)
+
+
+class _ClosedIfAllGoesWell(_Wrapper):
+    def forward(self, *args, **kwargs):
+        offload = self.context()
+        offload.__enter__()
+        result = self.module(*args, **kwargs)
+        offload.__exit__(None, None, None)
+        return result
+
+
+class _DefaultThreshold(_Wrapper):
+    def context(self):
+        return Offload(self.module, to=Disk(self.folder))
+
+
+class _NoThreshold(_Wrapper):
+    def context(self):
+        return Offload(self.module, to=Disk(self.folder), min_bytes=0)
+
+
+class _AnyFolder(_Wrapper):
+    def context(self):
+        return Offload(self.module, to="disk", min_bytes=4096)
+
+
+class _OneDisk(_Wrapper):
+    def __init__(self, module, folder):
+        super().__init__(module, folder)
+        self.disk = Disk(folder)
+
+    def context(self):
+        return Offload(self.module, to=self.disk, min_bytes=4096)
+
+
+class _BareHooks(_Wrapper):
+    def context(self):
+        disk = Disk(self.folder)
+        return saved_tensors_hooks(
+            lambda saved: (disk.write(saved), saved.shape),
+            lambda packed: disk.read(packed[0]).view(packed[1]),
+        )
+
+
+class _OffByOne(_Wrapper):
+    def context(self):
+        return Offload(self.module, to=Disk(self.folder), min_bytes=4097)
+
+
+class _Closure(_Wrapper):
+    def __init__(self, module, folder):
+        super().__init__(module, folder)
+        self.run = lambda *args, **kwargs: module(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        with self.context():
+            return self.run(*args, **kwargs)
+
+
+class _CallsForward(_Wrapper):
+    def forward(self, *args, **kwargs):
+        with self.context():
+            return self.module.forward(*args, **kwargs)
+
+
+class _NoReturn(_Wrapper):
+    def forward(self, *args, **kwargs):
+        super().forward(*args, **kwargs)
+
+
+class _PositionalOnly(_Wrapper):
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+class _Hushed(_Wrapper):
+    def forward(self, *args, **kwargs):
+        try:
+            return super().forward(*args, **kwargs)
+        except ValueError:
+            return torch.zeros(3)
+
+
+class _Hidden(_Wrapper):
+    def __init__(self, module, folder):
+        super().__init__(nn.Identity(), folder)
+        self.module = nn.ModuleDict()
+        self.inside = [module]
+
+    def forward(self, *args, **kwargs):
+        return save_to_disk(self.inside[0], self.folder)(*args, **kwargs)
+
+
+SAVE_TO_DISK = Exercise(
+    "34.D",
+    examine_save_to_disk,
+    save_to_disk,
+    {
+        "not_copyable": _OneDisk,
+        "nothing_moved": _DefaultThreshold,
+        "moved_small": _NoThreshold,
+        "wrong_folder": _AnyFolder,
+        "threshold_off": _OffByOne,
+        "copy_runs_original": _Closure,
+        "other_thread": _OpenedOnce,
+        "left_open": _NeverClosed,
+        "left_after_error": _ClosedIfAllGoesWell,
+        "moved_parameters": _BareHooks,
+        "skipped_hooks": _CallsForward,
+        "forward_returned_nothing": _NoReturn,
+        "returned_nothing": lambda module, folder: print(end=str(save_to_disk(module, folder))[:0]),
+        "not_registered": _Hidden,
+        "raised": _PositionalOnly,
+        "hid_error": _Hushed,
+        "not_a_module": lambda module, folder: Offload(module, to=Disk(folder), min_bytes=4096),
+    },
+    zh="谁运行它，上下文就开在谁的线程里，出了错也会关上；模块里没有打开的文件，所以能复制。",
+    en="The context is opened in whichever thread runs it, and closed after an error too; no open file lies in the module, so it "
+    "can be duplicated.",
+)
+
+CHECKS = [
+    Prediction(
+        "34.1",
+        zh="3 个，和 SIGKILL 一样。Python 只接管 Ctrl-C 的 SIGINT，变成 `KeyboardInterrupt`；SIGTERM 按系统的默认处理，进程当场结束，"
+        "`__del__`、`finally`、`atexit` 一个也不执行。要善后，得自己写 `signal.signal(signal.SIGTERM, ...)`。",
+        en="3, as with SIGKILL. Python handles only the SIGINT of Ctrl-C, which becomes a `KeyboardInterrupt`; SIGTERM keeps the "
+        "system's default and ends the process on the spot: no `__del__`, no `finally`, no `atexit`. To clean up you would have "
+        "to set `signal.signal(signal.SIGTERM, ...)`.",
+    ),
+    Prediction(
+        "34.2",
+        zh="大约 4 MB：`torch.save` 存的是张量背后的整块内存，这样几个视图读回来还能共用它。",
+        en="About 4 MB: `torch.save` stores the whole memory behind a tensor, so that several views still share it when read back.",
+    ),
+    Prediction(
+        "34.3",
+        zh="一个也没有。`Model` 在自己的 `forward` 里打开了 `save_on_cpu`，最里层的上下文说了算，外面的打包钩子一次也没有执行。",
+        en="None. `Model` opens `save_on_cpu` in its own `forward`; the innermost context wins, and the pack hook outside does not "
+        "run once.",
+    ),
+    Prediction(
+        "34.4",
+        zh="和直接调用模块一样多。没有 GPU 或只有一块时，`DataParallel` 不开线程，就在调用它的线程里运行模块，所以资料里的例子在这里"
+        "看不出任何差别。有两块以上的 GPU，才会是 0。",
+        en="As often as without it. With no GPU or a single one `DataParallel` starts no thread: it runs the module in the calling "
+        "one, so the example of the sources shows nothing here. With two GPUs or more it would be 0.",
+    ),
+    DISK_HOOKS,
+    BYTE_STORE,
+    LARGE_ONLY,
+    SAVE_TO_DISK,
+]
