@@ -26,7 +26,8 @@ class SavedTensor:
 
     Attributes:
         module: the innermost module whose forward was running; empty outside the model.
-        operation: the Node that saved it, `"MulBackward0"`. Before PyTorch 2.15 known once backward has used it.
+        operation: the Node that saved it, `"MulBackward0"`; empty for what no Node saves, the input of a
+            checkpoint. Before PyTorch 2.15 known once backward has used it.
         shape, dtype: of the tensor.
         bytes: of its elements, as a copy would need them.
         storage: the number of the memory it lies in; equal numbers share memory.
@@ -68,6 +69,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self._running: list[str] = []
         self._thread = 0
         self._contexts: ExitStack | None = None
+        self._ours: Any = None  # our pair of hooks, while the block is open
 
     # ---- what a reader asks for ----
 
@@ -131,6 +133,7 @@ class SavedTensors(Sequence[SavedTensor]):
                 self._hang_on(module, name)
             self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
             self._contexts.enter_context(installed(*self._packing()))
+            self._ours = outer_hooks()
             if NODE_CREATION_HOOK is not None:
                 self._contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
         except BaseException:
@@ -147,7 +150,7 @@ class SavedTensors(Sequence[SavedTensor]):
             )
 
     def _leave(self) -> None:
-        contexts, self._contexts = self._contexts, None
+        contexts, self._contexts, self._ours = self._contexts, None, None
         if contexts is not None:
             contexts.close()
         self._running.clear()
@@ -175,7 +178,7 @@ class SavedTensors(Sequence[SavedTensor]):
             return Saved(self, record, hold(tensor) if outer is None else outer[0](tensor))
 
         def unpack(saved: Saved) -> Tensor:
-            if not saved.record.operation:
+            if NODE_CREATION_HOOK is None and not saved.record.operation:
                 saved.record.operation = _running_node()
             return unhold(saved.content) if outer is None else outer[1](saved.content)
 
@@ -219,10 +222,14 @@ class SavedTensors(Sequence[SavedTensor]):
         return number, storage.nbytes(), owner
 
     def _on_node(self, node: graph.Node) -> None:
-        if type(node).__name__ != "AccumulateGrad":  # a leaf's: it saves nothing
-            for record in self._unnamed:
-                record.operation = type(node).__name__
-            self._unnamed.clear()
+        if type(node).__name__ == "AccumulateGrad":  # a leaf's: it saves nothing
+            return
+        displaced = (
+            outer_hooks() != self._ours
+        )  # a checkpoint has saved its input by itself; its Nodes are not ours
+        for record in self._unnamed:
+            record.operation = "" if displaced else type(node).__name__
+        self._unnamed.clear()
 
     def _let_go(self, record: SavedTensor) -> None:
         self._holders[record.storage] -= 1
@@ -279,7 +286,7 @@ def _named_once(model: nn.Module | None) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _short(operation: str) -> str:
-    return operation.removesuffix("0").removesuffix("Backward") or "?"
+    return operation.removesuffix("0").removesuffix("Backward") or "-"
 
 
 def _thread() -> int:

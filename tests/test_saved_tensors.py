@@ -264,6 +264,16 @@ def test_what_a_checkpoint_saves_inside_is_not_seen_its_input_is():
     y.sum().backward()
 
 
+@names_nodes
+def test_the_input_of_a_checkpoint_is_saved_by_no_node():
+    x = leaf(3)
+    with saved_tensors() as saved:
+        y = checkpoint(torch.tanh, x, use_reentrant=False).exp()
+    assert [one.operation for one in saved if one.bytes] == ["", "ExpBackward0"]
+    y.sum().backward()
+    assert saved[0].operation == ""
+
+
 def test_nested_meters_both_see_and_trace_too():
     x = leaf(3)
     with trace(x=x) as events, saved_tensors() as outer, saved_tensors() as inner:

@@ -1,0 +1,927 @@
+"""Checks of notebook 35: checkpointing."""
+
+import gc
+import itertools
+import weakref
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hooklab._packing import outer_hooks
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+
+HOOKS = Prediction(
+    "35.1",
+    zh="前向 16 次，重算 15 次：最后一层算到一半，检查点就把前向停了，它的钩子没来得及触发。下面看 `trace` 怎么说。",
+    en="16 in forward and 15 while recomputing: half-way through the last layer the checkpoint stops the forward, and the hook "
+    "of that layer never fires. See below what `trace` says.",
+)
+BATCHES = Prediction(
+    "35.2",
+    zh="重算也是一次前向，BatchNorm 分不清：同一批数据，它数了两次，统计量也更新了两次。可重入和不可重入都这样。",
+    en="Recomputing is a forward like any other to batch norm: one batch is counted twice, and the statistics are updated "
+    "twice. Both versions do so.",
+)
+KEYWORD = Prediction(
+    "35.3",
+    zh="只有 `x`。位置参数由检查点存成已保存张量，外面的钩子看得见；关键字参数留在它的闭包里，谁也看不见。",
+    en="Only `x`. The checkpoint stores positional arguments as saved tensors, which the hooks outside see; keyword arguments "
+    "stay in its closure, where nobody sees them.",
+)
+SEGMENTS = Prediction(
+    "35.4",
+    zh="比不用还多。每层一段，就要存每层的输入，其中一半普通训练本来不存。段数不是越多越好，看下面的图。",
+    en="More than without. With a segment for each layer the input of every layer is held, and half of these plain training "
+    "would not store. More segments are not better: see the picture below.",
+)
+
+
+class _Block(nn.Module):
+    """Linear layers with Tanh, and dropout if wanted; counts its forwards and remembers their activations weakly."""
+
+    def __init__(self, layers: int = 3, dropout: bool = False):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.drop = nn.Dropout(0.5) if dropout else nn.Identity()
+        self.runs: list[list[weakref.ref]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        refs: list[weakref.ref] = []
+        self.runs.append(refs)
+        for index, linear in enumerate(self.linears):
+            x = torch.tanh(linear(x))
+            if index + 1 < len(self.linears):
+                refs.append(weakref.ref(x.untyped_storage()))
+            x = self.drop(x)
+        return x
+
+    def alive(self, run: int) -> int:
+        """How many of the activations of a forward are still in memory."""
+        gc.collect()
+        return sum(ref() is not None for ref in self.runs[run])
+
+
+def _new(*, dropout: bool = False, grad: bool = True) -> tuple[_Block, Tensor]:
+    torch.manual_seed(0)
+    return _Block(dropout=dropout), torch.randn(5, 4, requires_grad=grad)
+
+
+def _gradients(block: nn.Module, *more: Tensor) -> list[Tensor]:
+    return [tensor.grad for tensor in (*block.parameters(), *more) if tensor.requires_grad]
+
+
+def _examine_output(y, want):
+    if y is None:
+        refuse(
+            "returned_nothing",
+            zh="函数返回了 `None`，应当返回 `block(x)` 的结果。",
+            en="The function returned `None`; the result of `block(x)` is wanted.",
+        )
+    expect_like(y, want, "返回值", "what is returned")
+    if not y.requires_grad:
+        refuse(
+            "no_graph",
+            zh="返回值没有计算图，反向走不下去：第一遍前向要开着梯度。",
+            en="What is returned has no graph, so there is no backward: the first forward needs gradients on.",
+        )
+
+
+def _called(answer, block, x):
+    """What the answer returns; saved-tensor hooks that it leaves open are closed."""
+    before, left = outer_hooks(), 0
+    try:
+        y = answer(block, x)
+    finally:
+        while outer_hooks() not in (before, None):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            left += 1
+    if left:
+        refuse(
+            "hooks_left",
+            zh="函数返回以后，你的已保存张量钩子还开着，后面所有的运算都会经过它。",
+            en="After your function has returned its saved-tensor hooks are still open; every later operation passes them.",
+        )
+    return y
+
+
+def _examine_checkpointed(block: _Block):
+    """After forward: one run, and nothing of it is kept."""
+    if len(block.runs) != 1:
+        refuse(
+            "forwards",
+            zh=f"反向还没开始，`block` 就运行了 {len(block.runs)} 次，应当是 1 次。",
+            en=f"Before backward has begun `block` has run {len(block.runs)} times; once is wanted.",
+        )
+    if alive := block.alive(0):
+        refuse(
+            "nothing_saved",
+            zh=f"前向之后，{len(block.runs[0])} 个中间激活值里还有 {alive} 个占着内存：这就不是检查点了。看看你的 `pack` 返回了什么。",
+            en=f"After forward {alive} of {len(block.runs[0])} activations in the middle are still in memory, so this is no "
+            "checkpoint. See what your `pack` returns.",
+        )
+
+
+def _examine_runs(block: _Block, want: int):
+    if len(block.runs) != want:
+        refuse(
+            "recomputed_often",
+            zh=f"前向加反向，`block` 应当运行 {want} 次，实际运行了 {len(block.runs)} 次。",
+            en=f"In forward and backward `block` should run {want} times; it ran {len(block.runs)} times.",
+        )
+
+
+def _examine_freed(block: _Block):
+    if alive := block.alive(1):
+        refuse(
+            "leaked",
+            zh=f"反向结束，返回值也删了，重算出来的激活值还有 {alive} 个占着内存：循环引用，`gc` 也收不走。",
+            en=f"Backward is over and the result is gone, yet {alive} recomputed activations stay in memory: a cycle that `gc` "
+            "cannot free.",
+        )
+
+
+def _examine_gradients(got, want, reason, zh, en):
+    if any(left is None for left in got) or not all(map(torch.allclose, got, want)):
+        refuse(reason, zh=zh, en=en)
+
+
+# ---- 35.A: a checkpoint that remembers the random numbers ----
+
+
+def _by_hand(block, x, around):
+    """`handmade` of the notebook, with a context around the second run."""
+    again, number = [], itertools.count()
+
+    def unpack(index):
+        if not again:
+            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
+            with around, torch.enable_grad(), collect:
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+@contextmanager
+def _random_as(state, *, fork=True):
+    with torch.random.fork_rng(devices=[], enabled=fork):
+        if state is not None:
+            torch.set_rng_state(state)
+        yield
+
+
+def faithful(block, x):
+    return _by_hand(block, x, _random_as(torch.get_rng_state()))
+
+
+def _train(run, seed, *, grad=True, draw_between=False):
+    """One step: the results, and the numbers that are drawn after forward and after backward."""
+    block, x = _new(dropout=True, grad=grad)
+    torch.manual_seed(seed)
+    y = _called(run, block, x)
+    between = torch.rand(3) if draw_between else None
+    kept = y.detach().clone() if isinstance(y, Tensor) else y
+    if isinstance(y, Tensor) and y.requires_grad:
+        y.square().sum().backward()
+    return SimpleNamespace(
+        block=block, y=y, kept=kept, between=between, gradients=_gradients(block, x), after=torch.rand(3)
+    )
+
+
+def examine_faithful(answer):
+    block, x = _new(dropout=True)
+    torch.manual_seed(1)
+    y = _called(answer, block, x)
+    torch.manual_seed(1)
+    _examine_output(y, block(x).detach())
+    block.runs.pop()
+    _examine_checkpointed(block)
+    for seed, grad in ((1, True), (2, True), (3, False)):
+        want = _train(lambda block, x: block(x), seed, grad=grad, draw_between=True)
+        got = _train(answer, seed, grad=grad, draw_between=True)
+        if not got.y.requires_grad:
+            refuse(
+                "no_gradient",
+                zh="`x` 不需要梯度时，返回值没有计算图，参数也就得不到梯度。",
+                en="With an `x` that needs no gradient, what is returned has no graph, and parameters get no gradient.",
+            )
+        if not torch.allclose(got.kept, want.kept):
+            refuse(
+                "same_mask",
+                zh="换一个种子，输出应当跟着变；你的输出和没有检查点时不一样。第一遍前向不该动随机数的状态。",
+                en="With another seed the output should change along; yours differs from the one without a checkpoint. Leave the "
+                "random state alone in the first forward.",
+            )
+        _examine_runs(got.block, 2)
+        _examine_gradients(
+            got.gradients,
+            want.gradients,
+            "wrong_mask",
+            zh="梯度与没有检查点时不同：第二遍抽到的随机数和第一遍不一样。状态是什么时候存的，什么时候放回去的？",
+            en="The gradients differ from those without a checkpoint: the second run has drawn other random numbers than the first. "
+            "When is the state stored, and when put back?",
+        )
+        if not torch.equal(got.between, want.between):
+            refuse(
+                "disturbs_forward",
+                zh="前向刚结束，全局随机数就和没有检查点时不一样了。",
+                en="Right after forward the global random numbers already differ from those without a checkpoint.",
+            )
+        if not torch.equal(got.after, want.after):
+            refuse(
+                "disturbs",
+                zh="梯度对了，但是反向之后再抽随机数，和没有检查点时不一样：重算动了全局的状态，没有还原。",
+                en="The gradients are right; but random numbers drawn after backward differ from those without a checkpoint: "
+                "recomputing has moved the global state and not put it back.",
+            )
+        block = got.block
+        del got, want
+        _examine_freed(block)
+
+
+def forgets(block, x):
+    return _by_hand(block, x, nullcontext())
+
+
+def state_too_late(block, x):
+    again, number = [], itertools.count()
+
+    def unpack(index):
+        if not again:
+            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), collect:
+                torch.set_rng_state(state)
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        y = block(x)
+    state = torch.get_rng_state()
+    return y
+
+
+def forks_without_state(block, x):
+    return _by_hand(block, x, torch.random.fork_rng(devices=[]))
+
+
+def seeds_both(block, x):
+    torch.manual_seed(0)
+    return _by_hand(block, x, _random_as(torch.get_rng_state()))
+
+
+def faithful_keeps(block, x):
+    with saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        return block(x)
+
+
+def without_enable_grad(block, x):
+    again, number, state = [], itertools.count(), torch.get_rng_state()
+
+    def unpack(index):
+        if not again:
+            with saved_tensors_hooks(lambda t: again.append(t.detach()), print):
+                torch.set_rng_state(state)
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+def recomputes_each_time(block, x):
+    number, state = itertools.count(), torch.get_rng_state()
+
+    def unpack(index):
+        again = []
+        collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
+        with _random_as(state), torch.enable_grad(), collect:
+            block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+def faithful_no_graph(block, x):
+    with torch.no_grad():
+        return block(x)
+
+
+def faithful_leaves_hooks(block, x):
+    hooks = saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    hooks.__enter__()
+    return block(x)
+
+
+def leaks(block, x):
+    again, number, state = [], itertools.count(), torch.get_rng_state()
+
+    def unpack(index):
+        if not again:
+            with _random_as(state), torch.enable_grad(), saved_tensors_hooks(again.append, print):
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+def reentrant(block, x):
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def draws_in_forward(block, x):
+    state = torch.get_rng_state()
+    y = _by_hand(block, x, _random_as(state))
+    torch.set_rng_state(state)
+    return y
+
+
+FAITHFUL = Exercise(
+    "35.A",
+    examine_faithful,
+    faithful,
+    {
+        "wrong_mask": forgets,
+        "disturbs": lambda block, x: _by_hand(block, x, _random_as(torch.get_rng_state(), fork=False)),
+        "disturbs_forward": draws_in_forward,
+        "leaked": leaks,
+        "no_gradient": reentrant,
+        "wrong_values": seeds_both,
+        "nothing_saved": faithful_keeps,
+        "recomputed_often": recomputes_each_time,
+        "raised": without_enable_grad,
+        "no_graph": faithful_no_graph,
+        "hooks_left": faithful_leaves_hooks,
+        "returned_nothing": lambda block, x: print(end=str(faithful(block, x))[:0]),
+    },
+    zh="抽到的是同一批签，别人的随机数也没动。",
+    en="The same numbers are drawn, and nobody else's are disturbed.",
+)
+
+# ---- 35.B: the cheapest plan under a budget ----
+
+
+def cheapest(count, layers, budget):
+    fitting = []
+    for sizes in itertools.product(*[range(blocks + 1) for blocks in layers.values()]):
+        plan = {name: size for name, size in zip(layers, sizes, strict=True) if size}
+        _, peak, work = count(plan)
+        if peak <= budget:
+            fitting.append((work, peak, plan))
+    return min(fitting, key=lambda found: found[:2])[2]
+
+
+class _Counted:
+    """A made-up network of the kind that section 9 counts."""
+
+    def __init__(self, outside, **layers):
+        self.outside, self.table = outside, layers  # per layer (input, inner, work) of every block
+        self.layers = {name: len(blocks) for name, blocks in layers.items()}
+
+    def __call__(self, plan):
+        held, peak, work, kept = self.outside, self.outside, 0, False
+        for name, blocks in self.table.items():
+            size = plan.get(name, 0)
+            for first in range(0, len(blocks), size or 1):
+                segment = blocks[first : first + (size or 1)]
+                held += 0 if kept else segment[0][0]
+                inner, kept = sum(block[1] for block in segment), not size
+                peak = max(peak, held + inner)
+                held += inner if kept else 0
+                work += 0 if kept else sum(block[2] for block in segment)
+        return held, peak, work
+
+
+NETWORKS = [
+    _Counted(5, down=[(8, 40, 3)] * 4, up=[(4, 20, 6)] * 4),
+    _Counted(2, wide=[(16, 60, 1)] * 2, middle=[(6, 18, 5)] * 6, narrow=[(2, 10, 9)] * 3),
+    _Counted(0, only=[(1, 10, 1)] * 9),
+]
+
+
+def examine_cheapest(answer):
+    for network in NETWORKS:
+        stock = network({})[1]
+        peaks = sorted(
+            {
+                network({name: size for name, size in zip(network.layers, sizes, strict=True) if size})[1]
+                for sizes in itertools.product(*[range(n + 1) for n in network.layers.values()])
+            }
+        )
+        for budget in (
+            stock,
+            stock - 1,
+            peaks[len(peaks) // 2],
+            peaks[len(peaks) // 4] + 1,
+            peaks[1],
+            peaks[0],
+        ):
+            _examine_plan(network, budget, answer(network, dict(network.layers), budget))
+        try:
+            got = answer(network, dict(network.layers), peaks[0] - 1)
+        except ValueError:
+            continue
+        except Exception as error:
+            refuse(
+                "other_error",
+                zh=f"没有方案放得下时，应当抛出 `ValueError`，抛出的却是 `{type(error).__name__}`。",
+                en=f"When no plan fits a `ValueError` is wanted; raised was `{type(error).__name__}`.",
+            )
+        refuse(
+            "no_error",
+            zh=f"没有方案放得下时，应当抛出 `ValueError`，函数却返回了 `{got}`。",
+            en=f"When no plan fits a `ValueError` is wanted; `{got}` came back.",
+        )
+
+
+def _examine_plan(network, budget, plan):
+    if not isinstance(plan, dict):
+        refuse(
+            "wrong_type",
+            zh=f"应当返回一个字典，得到的是 `{type(plan).__name__}`。",
+            en=f"A dictionary is wanted; found `{type(plan).__name__}`.",
+        )
+    bad = {
+        name: size
+        for name, size in plan.items()
+        if name not in network.layers or type(size) is not int or not 1 <= size <= network.layers[name]
+    }
+    if bad:
+        refuse(
+            "unfit",
+            zh=f"`checkpoint_segments` 不收这样的方案：`{bad}`。不做检查点的层不要写进去，块数至少为 1，至多是该层的块数。",
+            en=f"`checkpoint_segments` takes no such plan: `{bad}`. A layer without checkpoints is not in it, and numbers go from 1 "
+            "to the blocks of the layer.",
+        )
+    _, peak, work = network(plan)
+    best = cheapest(network, network.layers, budget)
+    _, best_peak, best_work = network(best)
+    if peak > budget:
+        refuse(
+            "over_budget",
+            zh=f"预算 {budget} 字节，你的方案 `{plan}` 峰值是 {peak}。`held` 不是峰值。",
+            en=f"The budget is {budget} bytes, and your plan `{plan}` has a peak of {peak}. `held` is not the peak.",
+        )
+    if work > best_work:
+        refuse(
+            "too_much_work",
+            zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}；有的方案也放得下，只要重算 {best_work}。",
+            en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}; another fits too and recomputes {best_work}.",
+        )
+    if peak > best_peak:
+        refuse(
+            "higher_peak",
+            zh=f"重算的已经最少；但同样的重算量，峰值可以比 {peak} 更低。",
+            en=f"The work is the least; but for the same work there is a peak lower than {peak}.",
+        )
+
+
+def _chosen(
+    key, *, fits=lambda cost, budget: cost[1] <= budget, sizes=lambda n: range(n + 1), keep_zero=False
+):
+    """A wrong answer: another key, another test, other sizes."""
+
+    def answer(count, layers, budget):
+        plans = [
+            {name: size for name, size in zip(layers, chosen, strict=True) if size or keep_zero}
+            for chosen in itertools.product(*[sizes(n) for n in layers.values()])
+        ]
+        fitting = [plan for plan in plans if fits(count(plan), budget)]
+        if not fitting:
+            raise ValueError("nothing fits")
+        return min(fitting, key=lambda plan: key(count(plan)))
+
+    return answer
+
+
+def same_size_everywhere(count, layers, budget):
+    plans = [{}, *({name: min(size, n) for name, n in layers.items()} for size in range(1, 10))]
+    fitting = [plan for plan in plans if count(plan)[1] <= budget]
+    return min(fitting, key=lambda plan: count(plan)[:0:-1]) if fitting else _chosen(None)(count, layers, -1)
+
+
+def returns_none(count, layers, budget):
+    try:
+        return cheapest(count, layers, budget)
+    except ValueError:
+        return None
+
+
+def empty_plan(count, layers, budget):
+    try:
+        return cheapest(count, layers, budget)
+    except ValueError:
+        return {}
+
+
+def index_error(count, layers, budget):
+    try:
+        return cheapest(count, layers, budget)
+    except ValueError:
+        return [][0]
+
+
+CHEAPEST = Exercise(
+    "35.B",
+    examine_cheapest,
+    cheapest,
+    {
+        "over_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[0] <= budget),
+        "too_much_work": _chosen(lambda cost: cost[1:]),
+        "higher_peak": _chosen(lambda cost: cost[2]),
+        "unfit": _chosen(lambda cost: cost[:0:-1], keep_zero=True),
+        "no_error": returns_none,
+        "other_error": index_error,
+        "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
+    },
+    zh="先看峰值放不放得下，再比重算，最后比峰值。",
+    en="First whether the peak fits, then the work, then the peak.",
+)
+
+# ---- 35.C: a checkpoint that frees what it has handed out ----
+
+
+def frugal(block, x):
+    again, number = {}, itertools.count()
+
+    def unpack(index):
+        if index not in again:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                block(x)
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+def examine_frugal(answer):
+    block, x = _new()
+    want = block(x)
+    want.square().sum().backward()
+    true = [grad.clone() for grad in _gradients(block, x)]
+    block, x = _new()
+    y = _called(answer, block, x)
+    _examine_output(y, want.detach())
+    _examine_checkpointed(block)
+    alive = []
+    block.linears[0].bias.register_post_accumulate_grad_hook(lambda param: alive.append(block.alive(-1)))
+    loss = y.square().sum()
+    loss.backward(retain_graph=True)
+    wrong = {
+        "zh": "梯度与没有检查点时不同：反向拿到的是别的张量。反向从后往前取，你的序号还对得上吗？",
+        "en": "The gradients differ from those without a checkpoint: backward was given other tensors. It asks from the back to the "
+        "front; do your numbers still fit?",
+    }
+    _examine_gradients(_gradients(block, x), true, "wrong_gradients", **wrong)
+    _examine_runs(block, 2)
+    if alive[0]:
+        refuse(
+            "kept_recomputed",
+            zh=f"反向快结束时，重算出来的 {len(block.runs[1])} 个激活值里，还有 {alive[0]} 个占着内存，而它们早已用完。",
+            en=f"Near the end of backward {alive[0]} of the {len(block.runs[1])} recomputed activations are still in memory, though "
+            "they were used long before.",
+        )
+    for tensor in (*block.parameters(), x):
+        tensor.grad = None
+    loss.backward()
+    _examine_gradients(
+        _gradients(block, x),
+        true,
+        "wrong_second",
+        zh="第一次反向对了；`retain_graph` 之后的第二次反向，梯度不对。",
+        en="The first backward is right; in the second, after `retain_graph`, the gradients are wrong.",
+    )
+    _examine_runs(block, 3)
+    del y, loss
+    _examine_freed(block)
+
+
+def _frugal_list(take):
+    def answer(block, x):
+        again, number = [], itertools.count()
+
+        def unpack(index):
+            if not again:
+                collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
+                with torch.enable_grad(), collect:
+                    block(x)
+            return take(again, index)
+
+        with saved_tensors_hooks(lambda t: next(number), unpack):
+            return block(x)
+
+    return answer
+
+
+def frugal_leaks(block, x):
+    again, number = {}, itertools.count()
+
+    def unpack(index):
+        if index not in again:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t}), print)
+            with torch.enable_grad(), collect:
+                again["y"] = block(x)
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+def take_from_the_end(again, index):
+    return again.pop()
+
+
+def take_and_forget(again, index):
+    found, again[index] = again[index], None
+    return found
+
+
+def frugal_keyed_once(block, x):
+    """Recomputes once and for all: a second backward finds nothing."""
+    again, number, done = {}, itertools.count(), []
+
+    def unpack(index):
+        if not done:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                block(x)
+            done.append(True)
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+FRUGAL = Exercise(
+    "35.C",
+    examine_frugal,
+    frugal,
+    {
+        "kept_recomputed": forgets,
+        "raised": _frugal_list(lambda again, index: again.pop(index)),
+        "recomputed_often": recomputes_each_time,
+        "nothing_saved": faithful_keeps,
+        "no_graph": faithful_no_graph,
+        "hooks_left": faithful_leaves_hooks,
+        "returned_nothing": lambda block, x: print(end=str(frugal(block, x))[:0]),
+    },
+    zh="交出一个，放掉一个；图还留着，就再算一遍。",
+    en="Each goes as it is handed out; while the graph stays, it is computed again.",
+)
+
+# ---- 35.D: buffers as after one forward ----
+
+
+def _copies(block):
+    return {name: buffer.clone() for name, buffer in block.named_buffers()}
+
+
+def _put(block, values):
+    with torch.no_grad():
+        for name, buffer in block.named_buffers():
+            buffer.copy_(values[name])
+
+
+@contextmanager
+def _note(block, found):
+    found.update(_copies(block))
+    yield
+
+
+def buffers_once(block):
+    found = {}
+
+    @contextmanager
+    def second():
+        now = _copies(block)
+        _put(block, found)
+        try:
+            yield
+        finally:
+            _put(block, now)
+
+    return _note(block, found), second()
+
+
+def _normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def _spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+
+
+def _forwards_then_backward(make, count, contexts):
+    torch.manual_seed(0)
+    block, batches = make(), [torch.randn(6, 4) for _ in range(count)]
+    before = _copies(block)
+
+    def run(batch):
+        if contexts is None:
+            return block(batch)
+        return checkpoint(block, batch, use_reentrant=False, context_fn=lambda: contexts(block))
+
+    loss = sum(run(batch).square().sum() for batch in batches)
+    middle = _copies(block)
+    loss.backward()  # the last forward first
+    return SimpleNamespace(
+        gradients=_gradients(block),
+        before=before,
+        middle=middle,
+        buffers=_copies(block),
+        modes=[module.training for module in block.modules()],
+        settings=[getattr(module, "momentum", None) for module in block.modules()],
+    )
+
+
+def _same(left: dict, right: dict) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def examine_buffers(answer):
+    torch.manual_seed(0)
+    pair = answer(_normed())
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        refuse(
+            "no_pair",
+            zh=f"应当返回两个上下文，得到的是 `{type(pair).__name__}`。",
+            en=f"Two contexts are wanted; found `{type(pair).__name__}`.",
+        )
+    if not all(hasattr(context, "__enter__") and hasattr(context, "__exit__") for context in pair):
+        refuse(
+            "no_contexts",
+            zh="返回的两样东西不能用在 `with` 里。是不是返回了函数本身，忘了调用？",
+            en="What is returned cannot be used with `with`. Were the functions returned and not called?",
+        )
+    for name, make, count in (("BatchNorm", _normed, 1), ("spectral norm", _spectral, 1)):
+        _examine_step(name, make, count, answer)
+    for name, make in (("BatchNorm", _normed), ("spectral norm", _spectral)):
+        _examine_step(name, make, 2, answer)
+
+
+def _examine_step(name, make, count, answer):
+    want = _forwards_then_backward(make, count, None)
+    got = _forwards_then_backward(make, count, answer)
+    where_zh, where_en = f"{name}，{count} 次前向之后反向", f"{name}, backward after {count} forward"
+    if not _same(got.middle, want.middle):
+        refuse(
+            "forward_changed",
+            zh=f"{where_zh}：反向还没开始，缓冲区就和普通训练不同了。第一个上下文只看不改。",
+            en=f"{where_en}: before backward has begun the buffers already differ from plain training. The first context only "
+            "looks.",
+        )
+    _examine_gradients(
+        got.gradients,
+        want.gradients,
+        "wrong_gradients",
+        zh=f"{where_zh}：梯度与普通训练不同。重算是从哪时候的缓冲区出发的？模块还在训练模式吗？",
+        en=f"{where_en}: the gradients differ from plain training. From which buffers does recomputing start? And are the modules "
+        "in training mode?",
+    )
+    if _same(got.buffers, got.before) and not _same(got.buffers, want.buffers):
+        refuse(
+            "never_updated",
+            zh=f"{where_zh}：缓冲区回到了前向之前的值，这一步的统计全丢了。",
+            en=f"{where_en}: the buffers are back at their values from before forward, and the statistics of this step are lost.",
+        )
+    if not _same(got.buffers, want.buffers):
+        refuse(
+            "wrong_buffers",
+            zh=f"{where_zh}：梯度对了，缓冲区与普通训练不同。重算以异常收尾，你的还原执行到了吗？还原的又是哪一刻的值？",
+            en=f"{where_en}: the gradients are right, the buffers differ from plain training. Recomputing ends by an exception: is "
+            "your clean-up reached? And from which moment are the values put back?",
+        )
+    if got.modes != want.modes or got.settings != want.settings:
+        refuse(
+            "settings_changed",
+            zh=f"{where_zh}：缓冲区和梯度都对，但模块的训练模式或动量被改掉了。",
+            en=f"{where_en}: buffers and gradients are right, but the mode or the momentum of a module has been changed.",
+        )
+
+
+def _second_only(block):
+    @contextmanager
+    def second():
+        now = _copies(block)
+        try:
+            yield
+        finally:
+            _put(block, now)
+
+    return nullcontext(), second()
+
+
+def _no_finally(block):
+    found = {}
+
+    @contextmanager
+    def second():
+        now = _copies(block)
+        _put(block, found)
+        yield
+        _put(block, now)
+
+    return _note(block, found), second()
+
+
+def _puts_found_back(block):
+    found = {}
+
+    @contextmanager
+    def second():
+        _put(block, found)
+        try:
+            yield
+        finally:
+            _put(block, found)
+
+    return _note(block, found), second()
+
+
+def _puts_end_of_forward_back(block):
+    found, end = {}, {}
+
+    @contextmanager
+    def first():
+        found.update(_copies(block))
+        yield
+        end.update(_copies(block))
+
+    @contextmanager
+    def second():
+        _put(block, found)
+        try:
+            yield
+        finally:
+            _put(block, end)
+
+    return first(), second()
+
+
+def _no_copies(block):
+    @contextmanager
+    def second():
+        now = dict(block.named_buffers())
+        try:
+            yield
+        finally:
+            _put(block, now)
+
+    return nullcontext(), second()
+
+
+def _eval_mode(block):
+    @contextmanager
+    def second():
+        block.eval()
+        try:
+            yield
+        finally:
+            block.train()
+
+    return nullcontext(), second()
+
+
+def _momentum_zero(block):
+    @contextmanager
+    def second():
+        for module in block.modules():
+            if hasattr(module, "momentum"):
+                module.momentum = 0.0
+        yield
+
+    return nullcontext(), second()
+
+
+def _swapped(block):
+    first, second = buffers_once(block)
+    return second, first
+
+
+BUFFERS = Exercise(
+    "35.D",
+    examine_buffers,
+    buffers_once,
+    {
+        "wrong_gradients": _second_only,
+        "wrong_buffers": _no_finally,
+        "never_updated": _puts_found_back,
+        "no_pair": lambda block: buffers_once(block)[1],
+        "no_contexts": lambda block: (_note, _put),
+        "raised": _swapped,
+    },
+    zh="第二遍从同样的缓冲区出发，只更新了副本；算完，一切如旧。",
+    en="The second run starts from the same buffers and leaves no trace in them.",
+)
+
+CHECKS = [HOOKS, BATCHES, KEYWORD, SEGMENTS, FAITHFUL, CHEAPEST, FRUGAL, BUFFERS]
