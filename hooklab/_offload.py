@@ -14,10 +14,32 @@ from hooklab._packing import hold, refuse_edited, version_probe
 __all__ = ["Packed", "Queue"]
 
 
+class Room:
+    """So many bytes may lie ready at a time; one tensor always may, however large."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes, self.used = nbytes, 0
+        self.inside: set[int] = set()  # ids
+
+    def enter(self, packed: "Packed") -> bool:
+        """True if it is inside, also from before."""
+        if id(packed) in self.inside:
+            return True
+        if self.inside and self.used + packed.nbytes > self.nbytes:
+            return False
+        self.inside.add(id(packed))
+        self.used += packed.nbytes
+        return True
+
+    def leave(self, packed: "Packed") -> None:
+        if id(packed) in self.inside:
+            self.inside.remove(id(packed))
+            self.used -= packed.nbytes
+
+
 class Packed:
     """One saved tensor, and what is needed to give it back. It goes when the graph goes."""
 
-    early = False  # read ahead or restored: counted in `queue.early_bytes`
     tensor: Tensor | None = None
 
     def __init__(self, queue: "Queue", tensor: Tensor):
@@ -45,35 +67,26 @@ class Packed:
         if self.restored is None:
             self.restored = self.geometry.rebuild(self.queue.store.read(self.slot))
             self.left = self.uses
+            self.queue.ahead.leave(self)
         tensor, self.left = self.restored, self.left - 1
-        if self.left <= 0 or not self.reserve():
+        if self.left <= 0 or not self.queue.again.enter(self):
             self.restored = None
-            self.release()
+            self.queue.again.leave(self)
         return tensor
 
     def read_ahead(self) -> bool:
         """Begin to read; False if there is no room."""
-        if self.slot is None or self.early:
+        if self.slot is None or id(self) in self.queue.ahead.inside:
             return True
-        if self.reserve():
-            self.queue.store.prefetch(self.slot)
-        return self.early
-
-    def reserve(self) -> bool:
-        """True if this one may lie ready before it is wanted."""
-        if not self.early and self.queue.early_bytes + self.nbytes <= self.queue.prefetch:
-            self.queue.early_bytes += self.nbytes
-            self.early = True
-        return self.early
-
-    def release(self) -> None:
-        if self.early:
-            self.queue.early_bytes -= self.nbytes
-            self.early = False
+        if not self.queue.ahead.enter(self):
+            return False
+        self.queue.store.prefetch(self.slot)
+        return True
 
     def __del__(self) -> None:
         with self.queue.lock:
-            self.release()
+            self.queue.ahead.leave(self)
+            self.queue.again.leave(self)
             if self.tensor is not None:
                 self.queue.waiting_bytes -= self.nbytes
 
@@ -82,13 +95,15 @@ class Queue:
     """Saved tensors on their way to the store, the oldest first; the newest may stay, within `keep` bytes."""
 
     def __init__(self, store: Any, keep: float, prefetch: int):
-        self.store, self.keep, self.prefetch = store, keep, prefetch
-        self.reads_ahead = hasattr(store, "prefetch")
+        self.store, self.keep = store, keep
+        self.reads_ahead = prefetch > 0 and hasattr(store, "prefetch")
+        self.ahead = Room(prefetch)  # read before it is wanted
+        self.again = Room(prefetch)  # read, and wanted a second time
         self.waiting: deque[weakref.ref[Packed]] = deque()
         self.found: dict[tuple, weakref.ref[Packed]] = {}  # what is saved again is found here
-        self.waiting_bytes = self.early_bytes = self.moved_bytes = self.kept_bytes = 0
+        self.waiting_bytes = self.moved_bytes = self.kept_bytes = 0
         self.newest: weakref.ref[Packed] | None = None
-        self.ahead: weakref.ref[Packed] | None = None  # how far reading ahead has come
+        self.reached: weakref.ref[Packed] | None = None  # how far reading ahead has come
         self.numbers = count()
         self.lock = threading.RLock()  # backward may run in other threads
 
@@ -130,7 +145,7 @@ class Queue:
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:
-            expected = packed.early or packed.slot is None
+            expected = packed.slot is None or id(packed) in self.ahead.inside
             tensor = packed.content()
             if self.reads_ahead:
                 self.read_ahead(packed, expected)
@@ -138,9 +153,9 @@ class Queue:
 
     def read_ahead(self, packed: Packed, expected: bool) -> None:
         """A hint: backward goes from the newest to the oldest. Go on where the last one ended, while there is room."""
-        last = self.ahead() if expected and self.ahead is not None else None
+        last = self.reached() if expected and self.reached is not None else None
         if last is None or last.number > packed.number:
             last = packed
         while last.older is not None and (older := last.older()) is not None and older.read_ahead():
             last = older
-        self.ahead = weakref.ref(last)
+        self.reached = weakref.ref(last)

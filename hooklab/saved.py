@@ -104,7 +104,8 @@ class Offload:
             counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files. Or a store of your
             own: `write(tensor) -> slot` and `read(slot) -> tensor`, both 1-D.
         keep: bytes that may stay: the newest, which backward wants first.
-        prefetch: bytes that are read ahead in backward, where the store can.
+        prefetch: bytes that may be read ahead in backward, where the store can, and as many that wait to be used
+            again; of each at least one tensor. 0: nothing is read ahead.
         min_bytes: what lies in a smaller memory than this stays.
 
     Attributes:

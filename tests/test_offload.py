@@ -64,6 +64,10 @@ def equal_bits(left, right):
     )
 
 
+def nothing_lies_ready(offload):
+    return offload._queue.ahead.used == offload._queue.again.used == 0
+
+
 def leaf(*shape, **options):
     return torch.randn(*shape, **options).requires_grad_()
 
@@ -436,7 +440,7 @@ def test_retain_graph_reads_again(store):
     y.sum().backward()
     assert torch.equal(x.grad, 2 * once)
     assert torch.equal(once, x.detach().exp().cos() * x.detach().exp())
-    assert offload._queue.early_bytes == 0
+    assert nothing_lies_ready(offload)
     assert offload.moved_bytes > 0
 
 
@@ -531,7 +535,7 @@ def test_part_of_a_graph_may_go_backward(store):
     assert torch.equal(again, stock)
     del y
     gc.collect()
-    assert offload._queue.early_bytes == 0
+    assert nothing_lies_ready(offload)
 
 
 def test_checkpoint_inputs_go_through_positional_ones_only():
@@ -595,9 +599,39 @@ def test_what_is_wanted_next_is_asked_for_early_from_the_newest_to_the_oldest():
 
 def test_without_room_nothing_is_asked_for_early():
     store = Prefetching()
-    _, y, _ = chain(4, store, prefetch=39)
+    _, y, _ = chain(4, store, prefetch=0)
     y.sum().backward()
     assert store.log == [("read", number) for number in (4, 3, 2, 1)]
+
+
+def test_one_tensor_is_read_ahead_however_large():
+    store = Prefetching()
+    _, y, _ = chain(3, store, prefetch=1)
+    y.sum().backward()
+    assert store.log == [("read", 3), ("prefetch", 2), ("read", 2), ("prefetch", 1), ("read", 1)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 40, 10**6])
+def test_what_is_used_twice_is_read_once_however_large(prefetch):
+    store, x = CountingStore(), leaf(10)
+    with Offload(to=store, prefetch=prefetch, min_bytes=0):
+        y = x
+        for _ in range(5):
+            y = y.exp().sin()  # the result of exp is saved by both
+    y.sum().backward()
+    assert store.reads == store.writes == 5
+
+
+@pytest.mark.parametrize("prefetch", [0, 40, 80])
+def test_what_lies_ready_is_bounded(prefetch):
+    store = Prefetching()
+    x, y, offload = chain(10, store, prefetch)
+    (y * x.exp().sin()).sum().backward(retain_graph=True)
+    most = []
+    stock = store.read
+    store.read = lambda slot: most.append(offload._queue.ahead.used) or stock(slot)
+    y.sum().backward()
+    assert max(most) <= prefetch
 
 
 def test_reading_ahead_begins_while_what_stayed_is_used():
@@ -621,7 +655,7 @@ def test_the_work_of_reading_ahead_grows_with_the_number_of_tensors_only(monkeyp
     assert first <= 3 * 400
     assert len(calls) <= 2 * 3 * 400
     assert torch.equal(x.grad, 2 * once)
-    assert offload._queue.early_bytes == 0
+    assert nothing_lies_ready(offload)
 
 
 def test_with_retain_graph_the_second_backward_reads_ahead_too():
@@ -716,7 +750,8 @@ def test_many_threads_on_one_context(to):
     for one, other in zip(expected, found, strict=True):
         assert all(map(torch.equal, one, other))
     assert offload.moved_bytes > 0
-    assert (offload._queue.waiting_bytes, offload._queue.early_bytes) == (0, 0)
+    assert offload._queue.waiting_bytes == 0
+    assert nothing_lies_ready(offload)
 
 
 def test_the_model_is_left_as_it_was():

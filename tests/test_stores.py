@@ -411,7 +411,7 @@ def test_gradients_through_a_slow_device_are_the_same(device, keep, prefetch):
         )
     assert (offload.moved_bytes > 0) == (keep < 10**9)
     assert device.hazards == 0
-    assert offload._queue.early_bytes == 0
+    assert offload._queue.ahead.used == offload._queue.again.used == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,0 +1,1000 @@
+"""Checks of notebook 33: offloading to CPU memory."""
+
+import gc
+import math
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.saved import Offload
+
+# ---- 33.A: bytes over bandwidth ----
+
+
+def step_seconds(forward, backward, nbytes, bandwidth, overlap):
+    one_way = nbytes / (bandwidth * 1e9)
+    if overlap:
+        return max(forward, one_way) + max(backward, one_way)
+    return forward + backward + 2 * one_way
+
+
+# Forward 1 s, backward 2 s; a copy of 1.5 s is hidden behind the one and not behind the other.
+FORWARD, BACKWARD, NBYTES, BANDWIDTH = 1.0, 2.0, 60e9, 40.0
+
+
+def examine_step_seconds(answer):
+    serial = _number(answer(FORWARD, BACKWARD, NBYTES, BANDWIDTH, False))
+    _examine_serial(serial)
+    overlapped = _number(answer(FORWARD, BACKWARD, NBYTES, BANDWIDTH, True))
+    _examine_overlapped(overlapped)
+    for arguments in [(0.085, 0.17, 45.4e9, 55.0), (0.5, 0.25, 10e9, 25.0), (0.1, 0.2, 0, 10.0)]:
+        for overlap in (False, True):
+            got, want = _number(answer(*arguments, overlap)), step_seconds(*arguments, overlap)
+            if not math.isclose(got, want, rel_tol=1e-6):
+                refuse(
+                    "one_example",
+                    zh=f"`step_seconds({FORWARD}, {BACKWARD}, ...)` 对了，`step_seconds{(*arguments, overlap)}` 却得到 {got:.4g}。",
+                    en=f"`step_seconds({FORWARD}, {BACKWARD}, ...)` is right, but `step_seconds{(*arguments, overlap)}` gives "
+                    f"{got:.4g}.",
+                )
+
+
+def _number(got):
+    if isinstance(got, bool) or not isinstance(got, int | float):
+        refuse(
+            "no_number",
+            zh=f"应当返回一个数（秒），得到的是 `{type(got).__name__}`。",
+            en=f"A number of seconds is wanted; found `{type(got).__name__}`.",
+        )
+    return float(got)
+
+
+def _examine_serial(got):
+    moves = NBYTES / (BANDWIDTH * 1e9)  # 1.5 s
+    example = f"`step_seconds({FORWARD}, {BACKWARD}, 60e9, {BANDWIDTH}, False)`"
+    if math.isclose(got, FORWARD + BACKWARD + 2 * moves, rel_tol=1e-6):
+        return
+    if math.isclose(got, FORWARD + BACKWARD + moves, rel_tol=1e-6):
+        refuse(
+            "one_way",
+            zh=f"{example} 得到 {got:.4g}：只算了一趟。搬出去的还要回来。",
+            en=f"{example} gives {got:.4g}: one journey is counted. What goes out has to come back.",
+        )
+    if math.isclose(got, FORWARD + BACKWARD + 16 * moves, rel_tol=1e-6):
+        refuse(
+            "bits",
+            zh=f"{example} 得到 {got:.4g}：搬运的时间多了 7 倍。GB/s 的 B 是字节，不是比特。",
+            en=f"{example} gives {got:.4g}: 8 times too long for moving. The B of GB/s is a byte, not a bit.",
+        )
+    if math.isclose(got, FORWARD + BACKWARD + 2 * NBYTES / (BANDWIDTH * 2**30), rel_tol=1e-6):
+        refuse(
+            "gibibytes",
+            zh=f"{example} 得到 {got:.4g}：1 GB 被当成了 2 的 30 次方字节，那是 1 GiB。",
+            en=f"{example} gives {got:.4g}: 1 GB was taken as 2 to the power of 30 bytes, which is 1 GiB.",
+        )
+    if got > 1e6:
+        refuse(
+            "no_unit",
+            zh=f"{example} 得到 {got:.4g} 秒，上百年也有了。带宽的单位换算了吗？",
+            en=f"{example} gives {got:.4g} seconds: that is years. Was the unit of the bandwidth converted?",
+        )
+    if (
+        math.isclose(got, 2 * max(FORWARD + BACKWARD, moves), rel_tol=1e-6)
+        or got < FORWARD + BACKWARD + moves
+    ):
+        refuse(
+            "hidden_anyway",
+            zh=f"{example} 得到 {got:.4g}，比计算加上搬运还短：`overlap` 为假时，什么都藏不住。",
+            en=f"{example} gives {got:.4g}, less than computing and moving together: without `overlap` nothing is hidden.",
+        )
+    refuse(
+        "wrong_serial",
+        zh=f"{example} 得到 {got:.4g}。计算共 {FORWARD + BACKWARD} 秒，60 GB 以 {BANDWIDTH} GB/s 走一趟要 {moves} 秒。",
+        en=f"{example} gives {got:.4g}. Computing takes {FORWARD + BACKWARD} seconds, and 60 GB at {BANDWIDTH} GB/s take "
+        f"{moves} seconds one way.",
+    )
+
+
+def _examine_overlapped(got):
+    moves = NBYTES / (BANDWIDTH * 1e9)
+    example = f"`step_seconds({FORWARD}, {BACKWARD}, 60e9, {BANDWIDTH}, True)`"
+    if math.isclose(got, max(FORWARD, moves) + max(BACKWARD, moves), rel_tol=1e-6):
+        return
+    if math.isclose(got, FORWARD + BACKWARD + 2 * moves, rel_tol=1e-6):
+        refuse(
+            "overlap_ignored",
+            zh=f"{example} 与 `overlap` 为假时一样，是 {got:.4g}。",
+            en=f"{example} is {got:.4g}, the same as without `overlap`.",
+        )
+    if math.isclose(got, max(FORWARD + BACKWARD, 2 * moves), rel_tol=1e-6):
+        refuse(
+            "whole_step",
+            zh=f"{example} 得到 {got:.4g}：整步一起比的。可是搬出去只在前向里进行，前向比它短的部分，反向补不回来。",
+            en=f"{example} gives {got:.4g}: the step was compared as a whole. But things go out in forward alone, and what "
+            "forward is too short for cannot be made up in backward.",
+        )
+    if math.isclose(got, max(FORWARD + BACKWARD, moves), rel_tol=1e-6) or got < FORWARD + BACKWARD:
+        refuse(
+            "too_good",
+            zh=f"{example} 得到 {got:.4g}：前向算完了，东西还没搬完，反向就开始了。",
+            en=f"{example} gives {got:.4g}: backward began when forward was computed but had not moved everything yet.",
+        )
+    refuse(
+        "wrong_overlap",
+        zh=f"{example} 得到 {got:.4g}。分开想：前向要等计算和搬运都完成，反向也一样。",
+        en=f"{example} gives {got:.4g}. Think of each phase apart: forward is over when computing and moving both are; so is "
+        "backward.",
+    )
+
+
+def _seconds(one_way, overlapped=None):
+    """A wrong answer: `one_way(nbytes, bandwidth)` seconds, and `overlapped(forward, backward, one_way)`."""
+
+    def answer(forward, backward, nbytes, bandwidth, overlap):
+        moves = one_way(nbytes, bandwidth)
+        if overlap and overlapped:
+            return overlapped(forward, backward, moves)
+        return forward + backward + 2 * moves
+
+    return answer
+
+
+def _right_one_way(nbytes, bandwidth):
+    return nbytes / (bandwidth * 1e9)
+
+
+SECONDS = Exercise(
+    "33.A",
+    examine_step_seconds,
+    step_seconds,
+    {
+        "one_way": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 1e9) / 2),
+        "bits": _seconds(lambda nbytes, bandwidth: 8 * nbytes / (bandwidth * 1e9)),
+        "gibibytes": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 2**30)),
+        "no_unit": _seconds(lambda nbytes, bandwidth: nbytes / bandwidth),
+        "hidden_anyway": lambda forward, backward, nbytes, bandwidth, overlap: (
+            max(forward, nbytes / bandwidth / 1e9) + max(backward, nbytes / bandwidth / 1e9)
+        ),
+        "overlap_ignored": _seconds(_right_one_way),
+        "whole_step": _seconds(_right_one_way, lambda f, b, moves: max(f + b, 2 * moves)),
+        "too_good": _seconds(_right_one_way, lambda f, b, moves: max(f, b, moves)),
+        "wrong_overlap": _seconds(_right_one_way, lambda f, b, moves: f + b + moves),
+        "no_number": lambda *arguments: print(*arguments),
+    },
+    zh="两个阶段分开比，各取较大者。字节数除以带宽，不用 GPU 就知道值不值。",
+    en="Each phase apart, the larger of the two. Bytes over bandwidth tell without a GPU whether it is worth it.",
+)
+
+# ---- 33.B: SaveToCpu on Offload ----
+
+
+def save_to(module, store):
+    class SaveTo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            with Offload(self.module, to=store, min_bytes=0):
+                return self.module(*args, **kwargs)
+
+    return SaveTo()
+
+
+class _Counting:
+    """A store that keeps account; it holds the slots by weak reference only."""
+
+    class Slot:
+        def __init__(self, tensor):
+            self.content = tensor.detach().clone()
+
+    def __init__(self):
+        self.written, self.slots = [], []
+
+    def write(self, tensor):
+        slot = self.Slot(tensor)
+        self.written.append(tensor.numel() * tensor.element_size())
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def read(self, slot):
+        return slot.content
+
+    @property
+    def alive(self):
+        gc.collect()
+        return sum(slot() is not None for slot in self.slots)
+
+
+class _Inner(nn.Module):
+    """Linear, BatchNorm, tanh; takes a keyword, returns a tuple; fails when asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7)
+
+    def forward(self, x: Tensor, *, factor: float = 1.0, fail: bool = False) -> tuple[Tensor, float]:
+        hidden = torch.tanh(self.norm(self.linear(x))) * factor
+        if fail:
+            raise ValueError("this module was told to fail")
+        return hidden, factor
+
+
+def _inner():
+    torch.manual_seed(0)
+    return _Inner(), torch.randn(3, 5, requires_grad=True)
+
+
+def _wrapped(answer, store):
+    module, x = _inner()
+    wrapped = answer(module, store)
+    if not isinstance(wrapped, nn.Module):
+        refuse(
+            "no_module",
+            zh=f"应当返回一个 `nn.Module`，得到的是 `{type(wrapped).__name__}`。",
+            en=f"An `nn.Module` should come back; found `{type(wrapped).__name__}`.",
+        )
+    return module, x, wrapped
+
+
+def examine_save_to(answer):
+    plain, plain_x = _inner()
+    want, _ = plain(plain_x, factor=2.0)
+    want.square().sum().backward()
+
+    store = _Counting()
+    module, x, wrapped = _wrapped(answer, store)
+    fired = []
+    module.register_forward_hook(lambda *args: fired.append(1))
+    before = len(store.written)
+    result = wrapped(x, factor=2.0)
+    written = len(store.written)
+    _examine_result(result, want)
+    torch.ones(2, requires_grad=True).exp().sum()
+    _examine_outside(before + len(store.written) - written)
+    _examine_written(store)
+    result[0].square().sum().backward()
+    _examine_save_to_gradients(plain, plain_x, wrapped, x)
+    if not fired:
+        refuse(
+            "skipped_hooks",
+            zh="我们在 `module` 上挂了一个前向钩子，它没有触发。调用的是模块，还是它的 `forward`？",
+            en="A forward hook that we had hung on `module` did not fire. Was the module called, or its `forward`?",
+        )
+    _examine_failing(answer)
+
+
+def _examine_result(result, want):
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
+        refuse(
+            "other_result",
+            zh=f"`module` 返回的是一个元组，包装返回的却是 `{type(result).__name__}`：结果应当原样返回。",
+            en=f"`module` returns a tuple, the wrapper returned `{type(result).__name__}`: the result should come through as "
+            "it is.",
+        )
+    if result[1] != 2.0 or not torch.equal(result[0], want):
+        refuse(
+            "other_values",
+            zh="包装算出的值与 `module` 的不同。关键字参数传进去了吗？",
+            en="The wrapper's values are not those of `module`. Do keyword arguments get through?",
+        )
+
+
+def _examine_outside(more):
+    if more:
+        refuse(
+            "left_open",
+            zh="包装之外的运算，保存的张量也进了 `store`：上下文打开得太早，或者没有关上。",
+            en="What an operation outside the wrapper saves goes into `store` as well: the context was opened too early, or "
+            "never closed.",
+        )
+
+
+def _examine_written(store):
+    wanted = _Counting()
+    module, x = _inner()
+    with Offload(module, to=wanted, min_bytes=0):
+        module(x, factor=2.0)
+    got, want = sum(store.written), sum(wanted.written)
+    if got == want:
+        return
+    if not got:
+        refuse(
+            "nothing_moved",
+            zh="梯度没问题，可是 `store.write` 一次也没有调用，什么都没搬。看看 `to` 和 `min_bytes`。",
+            en="Gradients are fine, but `store.write` was never called: nothing has moved. See `to` and `min_bytes`.",
+        )
+    if got > want:
+        refuse(
+            "moved_own",
+            zh=f"搬了 {got} 字节，多了 {got - want} 字节：`module` 自己的参数或缓冲区也搬走了。",
+            en=f"{got} bytes were moved, {got - want} too many: parameters or buffers of `module` were among them.",
+        )
+    refuse(
+        "too_few",
+        zh=f"只搬了 {got} 字节，应当是 {want} 字节：有些张量留下了。",
+        en=f"Only {got} bytes were moved, {want} are wanted: some tensors stayed.",
+    )
+
+
+def _examine_save_to_gradients(plain, plain_x, wrapped, x):
+    got = [param.grad for param in wrapped.parameters()]
+    want = [param.grad for param in plain.parameters()]
+    if len(got) != len(want):
+        refuse(
+            "hidden_parameters",
+            zh=f"包装的 `parameters()` 有 {len(got)} 个，`module` 有 {len(want)} 个：优化器会找不到参数。",
+            en=f"`parameters()` of the wrapper gives {len(got)}, `module` has {len(want)}: an optimizer would not find them.",
+        )
+    pairs = [(x.grad, plain_x.grad), *zip(got, want, strict=True)]
+    if not all(one is not None and torch.equal(one, other) for one, other in pairs):
+        refuse(
+            "other_gradients",
+            zh="前向的值对了，梯度却与不包装时不同。结果是不是 `detach` 过？",
+            en="Forward is right, but the gradients are not those of `module` alone. Was the result put through `detach`?",
+        )
+
+
+def _examine_failing(answer):
+    store = _Counting()
+    _, x, wrapped = _wrapped(answer, store)
+    try:
+        wrapped(x, fail=True)
+    except ValueError:
+        pass
+    else:
+        refuse(
+            "hid_error",
+            zh="`module` 抛出了 `ValueError`，包装却没有抛出：错误被藏起来了。",
+            en="`module` raised a `ValueError` and the wrapper did not: the error was hidden.",
+        )
+    written = len(store.written)
+    torch.ones(2, requires_grad=True).exp().sum()
+    if len(store.written) > written:
+        _close_hooks()
+        refuse(
+            "open_after_error",
+            zh="一切顺利时没有问题；`module` 报错以后，上下文却没有关上，后面的运算还在往 `store` 里搬。",
+            en="Fine as long as nothing goes wrong; but after `module` has raised, the context is still open, and later "
+            "operations go on moving into `store`.",
+        )
+
+
+def _close_hooks():
+    """Take off the saved-tensor hooks that an answer has left open."""
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _wrapping(forward):
+    """An answer whose wrapper runs `forward(module, store, args, kwargs)`."""
+
+    def answer(module, store):
+        class SaveTo(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.module = module
+
+            def forward(self, *args, **kwargs):
+                return forward(self.module, store, args, kwargs)
+
+        return SaveTo()
+
+    return answer
+
+
+def _inside(context, call=lambda module, args, kwargs: module(*args, **kwargs)):
+    def forward(module, store, args, kwargs):
+        with context(module, store):
+            return call(module, args, kwargs)
+
+    return _wrapping(forward)
+
+
+def _offload(module, store):
+    return Offload(module, to=store, min_bytes=0)
+
+
+def _by_hand(module, store, args, kwargs):
+    offload = _offload(module, store).__enter__()
+    result = module(*args, **kwargs)
+    offload.__exit__(None, None, None)
+    return result
+
+
+def _never_closed(module, store, args, kwargs):
+    _offload(module, store).__enter__()
+    return module(*args, **kwargs)
+
+
+def _hides(module, store, args, kwargs):
+    try:
+        with _offload(module, store):
+            return module(*args, **kwargs)
+    except Exception:
+        return None
+
+
+def hidden_parameters(module, store):
+    class SaveTo(nn.Module):
+        def forward(self, *args, **kwargs):
+            with Offload(module, to=store, min_bytes=0):
+                return module(*args, **kwargs)
+
+    return SaveTo()
+
+
+def no_module(module, store):
+    def forward(*args, **kwargs):
+        with _offload(module, store):
+            return module(*args, **kwargs)
+
+    return forward
+
+
+SAVE_TO = Exercise(
+    "33.B",
+    examine_save_to,
+    save_to,
+    {
+        "nothing_moved": _inside(lambda module, store: Offload(module, to=store)),
+        "moved_own": _inside(lambda module, store: Offload(to=store, min_bytes=0)),
+        "too_few": _inside(lambda module, store: Offload(module, to=store, min_bytes=0, keep=100)),
+        "open_after_error": _wrapping(_by_hand),
+        "left_open": _wrapping(_never_closed),
+        "hidden_parameters": hidden_parameters,
+        "no_module": no_module,
+        "hid_error": _wrapping(_hides),
+        "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
+        "other_result": _inside(_offload, lambda module, args, kwargs: module(*args, **kwargs)[0]),
+        "other_values": _inside(_offload, lambda module, args, kwargs: (*module(*args)[:1], 2.0)),
+        "other_gradients": _inside(
+            _offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach().requires_grad_(), 2.0)
+        ),
+    },
+    zh="一个包装，任何存储：磁盘、CPU 内存，或者你自己的。",
+    en="One wrapper for any store: disk, CPU memory, or one of your own.",
+)
+
+# ---- 33.C: a store that leaves zeros out ----
+
+
+def zeros_store():
+    class Store:
+        def write(self, tensor):
+            filled = tensor.view(torch.uint8).view(len(tensor), -1).any(1).bool()
+            return filled, tensor[filled]
+
+        def read(self, slot):
+            filled, values = slot
+            tensor = values.new_zeros(len(filled))
+            tensor[filled] = values
+            return tensor
+
+    return Store()
+
+
+def examine_zeros_store(answer):
+    store = answer()
+    if isinstance(store, type) or not all(callable(getattr(store, name, None)) for name in ("write", "read")):
+        found = f"the class {store.__name__}" if isinstance(store, type) else type(store).__name__
+        refuse(
+            "no_store",
+            zh=f"`zeros_store()` 应当返回一个有 `write` 和 `read` 的对象，得到的是 `{found}`。",
+            en=f"`zeros_store()` should return an object with `write` and `read`; found `{found}`.",
+        )
+    torch.manual_seed(0)
+    content = torch.randn(1000)
+    content[::2] = 0
+    source = content.clone()
+    slot = store.write(source)
+    source.fill_(7)  # what the memory is used for next
+    _examine_back(store.read(slot), content, "half", source)
+    _examine_two(store, slot, content)
+    _examine_size(slot, content.nbytes)
+    _examine_others(store)
+
+
+def _examine_back(got, want, which, source=None):
+    words = {
+        "half": ("一半是 0 的张量", "a tensor half of whose elements are 0"),
+        "signs": ("含有 `-0.0` 和 `nan` 的张量", "a tensor with `-0.0` and `nan` in it"),
+        "none": ("一个 0 也没有的张量", "a tensor without any 0"),
+        "all": ("全是 0 的张量", "a tensor of nothing but 0"),
+        "int64": ("`torch.int64` 的张量", "a tensor of `torch.int64`"),
+        "bool": ("`torch.bool` 的张量", "a tensor of `torch.bool`"),
+        "bfloat16": ("`torch.bfloat16` 的张量", "a tensor of `torch.bfloat16`"),
+    }[which]
+    if not isinstance(got, Tensor):
+        refuse(
+            "no_tensor",
+            zh=f"`read` 应当返回张量，得到的是 `{type(got).__name__}`。",
+            en=f"`read` should return a tensor; found `{type(got).__name__}`.",
+        )
+    if got.dtype != want.dtype or got.shape != want.shape:
+        refuse(
+            "other_kind",
+            zh=f"写入{words[0]}，应当读回 `{want.dtype} {list(want.shape)}`，得到的是 `{got.dtype} {list(got.shape)}`。",
+            en=f"For {words[1]} `{want.dtype} {list(want.shape)}` should come back; found `{got.dtype} {list(got.shape)}`.",
+        )
+    if torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
+        return
+    if source is not None and (got == 7).any():
+        refuse(
+            "shares_memory",
+            zh="写入以后，原来那块内存改作他用，读回来的值也跟着变了：`slot` 还与它共用内存，搬走就没有意义。",
+            en="After it was written, the memory of the tensor was used for something else, and what is read changed along: "
+            "the `slot` shares that memory, so nothing has moved.",
+        )
+    if torch.equal(got.nan_to_num(9), want.nan_to_num(9)):
+        refuse(
+            "lost_sign",
+            zh=f"写入{words[0]}，读回来的数都“相等”，位却不同：看看 `-0.0` 的符号还在不在。",
+            en=f"For {words[1]} what comes back compares equal, but its bits differ: is the sign of `-0.0` still there?",
+        )
+    if torch.equal(got[want != 0], want[want != 0]):
+        refuse(
+            "not_zeros",
+            zh=f"写入{words[0]}，不是 0 的元素都对，原来是 0 的地方却成了别的值。",
+            en=f"For {words[1]} the elements that are not 0 come back right; where there was a 0 there is something else.",
+        )
+    if torch.allclose(got.double(), want.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
+        refuse(
+            "lossy",
+            zh=f"写入{words[0]}，读回来的只是近似：每一位都要相同。",
+            en=f"For {words[1]} what comes back is an approximation; every bit should be the same.",
+        )
+    refuse(
+        "other_content",
+        zh=f"写入{words[0]}，读回来的内容不对。",
+        en=f"For {words[1]} what comes back has another content.",
+    )
+
+
+def _examine_two(store, slot, content):
+    store.write(torch.tensor([0.0, 1.0, 2.0]))
+    try:
+        same = torch.equal(store.read(slot), content)
+    except RuntimeError:
+        same = False
+    if not same:
+        refuse(
+            "one_slot",
+            zh="写入第二个张量以后，第一个就读不回来了：每个 `slot` 要带齐自己的全部信息，不能放在 `self` 上。",
+            en="After a second tensor has been written the first can no longer be read: each `slot` needs all of its own "
+            "information; `self` is no place for it.",
+        )
+
+
+def _examine_size(slot, nbytes):
+    total = sum(_contents(slot).values())
+    if total > 0.8 * nbytes:
+        refuse(
+            "too_large",
+            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。下标用 `int64` 存，一个就要 8 字节。",
+            en=f"It reads back right, but for a tensor of {nbytes} bytes the `slot` takes {total}; "
+            f"{int(0.8 * nbytes)} are allowed. An index in `int64` takes 8 bytes.",
+        )
+    if total < 0.1 * nbytes:
+        refuse(
+            "nothing_in_slot",
+            zh=f"`slot` 里只有 {total} 字节，内容存在别处：`slot` 没了，内容也该没了，放在存储自己身上就一直占着。",
+            en=f"There are {total} bytes in the `slot`, so the content is elsewhere: it should go when the `slot` goes; kept by "
+            "the store itself it stays for ever.",
+        )
+
+
+def _contents(value):
+    """The bytes of everything in a slot that holds content, by id: memory that is shared counts once."""
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        value = value.coalesce()
+        return _contents((value.indices(), value.values()))
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {id(storage): storage.nbytes()}
+    if isinstance(value, bytes | bytearray):
+        return {id(value): len(value)}
+    if isinstance(value, int | float):
+        return {id(value): 8}
+    if isinstance(nbytes := getattr(value, "nbytes", None), int):  # numpy's arrays
+        return {id(value): nbytes}
+    if isinstance(value, dict):
+        value = value.values()
+    elif hasattr(value, "__dict__"):
+        value = vars(value).values()
+    elif not isinstance(value, tuple | list):
+        return {}
+    return {key: size for part in value for key, size in _contents(part).items()}
+
+
+def _examine_others(store):
+    others = {
+        "signs": torch.tensor([0.0, -0.0, float("nan"), 1.5, float("-inf"), 0.0]),
+        "none": torch.arange(1.0, 6.0),
+        "all": torch.zeros(4),
+        "int64": torch.tensor([0, -3, 2**40, 0]),
+        "bool": torch.tensor([True, False, False]),
+        "bfloat16": torch.tensor([0.0, 1.5, 0.0, -2.0], dtype=torch.bfloat16),
+    }
+    for name, tensor in others.items():
+        try:
+            got = store.read(store.write(tensor.clone()))
+        except Exception as error:
+            refuse(
+                "other_dtypes",
+                zh=f"`float32` 没有问题；写入 `{tensor.dtype}` 的张量 `{tensor.tolist()}`，你的代码抛出了 `{type(error).__name__}`。",
+                en=f"`float32` is fine; with the tensor `{tensor.tolist()}` of `{tensor.dtype}` your code raised "
+                f"`{type(error).__name__}`.",
+            )
+        _examine_back(got, tensor, name)
+
+
+def _store(write, read):
+    """An answer that returns a store with these two functions."""
+
+    def answer():
+        class Store:
+            pass
+
+        store = Store()
+        store.write, store.read = write, read
+        return store
+
+    return answer
+
+
+def _fill(filled, values, dtype=None):
+    tensor = torch.zeros(len(filled), dtype=dtype or values.dtype)
+    tensor[filled] = values.to(tensor.dtype)
+    return tensor
+
+
+def _bits(tensor):
+    return tensor.view(torch.uint8).view(len(tensor), -1).any(1).bool()
+
+
+def one_slot():
+    class Store:
+        def write(self, tensor):
+            self.filled = _bits(tensor)
+            return tensor[self.filled]
+
+        def read(self, slot):
+            return _fill(self.filled, slot)
+
+    return Store()
+
+
+def in_a_list():
+    class Store:
+        def __init__(self):
+            self.contents = []
+
+        def write(self, tensor):
+            self.contents.append((_bits(tensor), tensor[_bits(tensor)]))
+            return len(self.contents) - 1
+
+        def read(self, slot):
+            return _fill(*self.contents[slot])
+
+    return Store()
+
+
+ZEROS = Exercise(
+    "33.C",
+    examine_zeros_store,
+    zeros_store,
+    {
+        "lost_sign": _store(
+            lambda tensor: (tensor != 0, tensor[tensor != 0]), lambda slot: _fill(slot[0], slot[1])
+        ),
+        "lossy": _store(lambda tensor: (tensor.half(), tensor.dtype), lambda slot: slot[0].to(slot[1])),
+        "too_large": _store(lambda tensor: (_bits(tensor).nonzero()[:, 0], tensor[_bits(tensor)], len(tensor)),
+                            lambda slot: slot[1].new_zeros(slot[2]).index_copy(0, slot[0], slot[1])),
+        "shares_memory": _store(lambda tensor: tensor, lambda slot: slot),
+        "other_kind": _store(
+            lambda tensor: (_bits(tensor), tensor[_bits(tensor)]),
+            lambda slot: _fill(slot[0], slot[1], torch.float32),
+        ),
+        "other_content": _store(
+            lambda tensor: (tensor > 0, tensor[tensor > 0]), lambda slot: _fill(slot[0], slot[1])
+        ),
+        "one_slot": one_slot,
+        "not_zeros": _store(
+            lambda tensor: (_bits(tensor), tensor[_bits(tensor)]),
+            lambda slot: slot[1].new_ones(len(slot[0])).masked_scatter(*slot),
+        ),
+        "other_dtypes": _store(
+            lambda tensor: (tensor.view(torch.int32) != 0, tensor[tensor.view(torch.int32) != 0]),
+            lambda slot: _fill(*slot),
+        ),
+        "nothing_in_slot": in_a_list,
+        "no_tensor": _store(lambda tensor: (_bits(tensor), tensor[_bits(tensor)]), lambda slot: slot),
+        "no_store": lambda: type("Store", (), {"write": lambda self, t: t, "read": lambda self, s: s}),
+    },
+    zh="无损，而且小了。把它交给 `Offload`，梯度一位不差。",
+    en="Lossless, and smaller. Give it to `Offload`: the gradients stay the same to the last bit.",
+)  # fmt: skip
+
+# ---- 33.D: one copy for all views of a storage ----
+
+
+def pack_views(store):
+    found = {}
+
+    def pack(tensor):
+        storage, version = tensor.untyped_storage(), tensor._version
+        alive, known_version, known = found.get(id(storage), (lambda: None,) * 3)
+        slot = known() if alive() is storage and known_version == version else None
+        if slot is None:
+            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            found[id(storage)] = weakref.ref(storage), version, weakref.ref(slot)
+        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+
+    return pack
+
+
+def examine_pack_views(answer):
+    store = _Counting()
+    pack = answer(store)
+    matrix = torch.arange(12.0).reshape(3, 4)
+    views = {
+        "matrix": matrix,
+        "matrix.t()": matrix.t(),
+        "matrix[1]": matrix[1],
+        "matrix[:, ::2]": matrix[:, ::2],
+        "matrix.view(torch.int32)": matrix.view(torch.int32),
+        "matrix[0].expand(2, 4)": matrix[0].expand(2, 4),
+    }
+    packed = [pack(view) for view in views.values()]
+    want = [view.clone() for view in views.values()]
+    for (name, view), values, give_back in zip(views.items(), want, packed, strict=True):
+        _examine_view(name, give_back, view, values)
+    _examine_moves(store, matrix.nbytes, len(views))
+    _examine_version(pack, store, matrix)
+    _examine_reuse(answer)
+    _examine_leaks(answer)
+
+
+def _examine_view(name, give_back, view, values):
+    if not callable(give_back):
+        refuse(
+            "not_callable",
+            zh=f"打包应当返回一个函数，得到的是 `{type(give_back).__name__}`。",
+            en=f"Pack should return a function; found `{type(give_back).__name__}`.",
+        )
+    got = give_back()
+    if not isinstance(got, Tensor) or got.dtype != view.dtype:
+        found = f"{got.dtype}" if isinstance(got, Tensor) else type(got).__name__
+        refuse(
+            "other_dtype",
+            zh=f"`{name}` 的数据类型是 `{view.dtype}`，还回来的是 `{found}`。",
+            en=f"`{name}` is `{view.dtype}`; what came back is `{found}`.",
+        )
+    if got.shape != view.shape:
+        refuse(
+            "other_shape",
+            zh=f"`{name}` 的形状是 `{list(view.shape)}`，还回来的是 `{list(got.shape)}`。",
+            en=f"`{name}` has the shape `{list(view.shape)}`; what came back has `{list(got.shape)}`.",
+        )
+    if not torch.equal(got, values):
+        refuse(
+            "other_place",
+            zh=f"`{name}` 还回来的形状对，值不对。每个视图从哪里开始，怎样走？",
+            en=f"`{name}` comes back with the right shape and other values. Where does each view begin, and how does it step?",
+        )
+    if got.stride() != view.stride():
+        refuse(
+            "other_strides",
+            zh=f"`{name}` 的步长是 `{view.stride()}`，还回来的是 `{got.stride()}`。",
+            en=f"`{name}` has the strides `{view.stride()}`; what came back has `{got.stride()}`.",
+        )
+
+
+def _examine_moves(store, nbytes, views):
+    if not store.written:
+        refuse(
+            "never_written",
+            zh="`store.write` 一次也没有调用：什么都没搬。",
+            en="`store.write` was never called: nothing has moved.",
+        )
+    if len(store.written) > 1:
+        refuse(
+            "moved_twice",
+            zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次。",
+            en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted.",
+        )
+    if store.written[0] != nbytes:
+        refuse(
+            "part_only",
+            zh=f"这块存储有 {nbytes} 字节，`store.write` 收到的是 {store.written[0]} 字节。",
+            en=f"The storage has {nbytes} bytes; `store.write` was given {store.written[0]}.",
+        )
+
+
+def _examine_version(pack, store, matrix):
+    old, before = pack(matrix), matrix.clone()
+    matrix.add_(100)
+    new = pack(matrix)
+    if not torch.equal(new(), matrix):
+        refuse(
+            "stale",
+            zh="矩阵原地加了 100 再打包，还回来的却是加之前的值。",
+            en="100 was added to the matrix in place, and it was packed again; what comes back is from before that.",
+        )
+    if not torch.equal(old(), before):
+        refuse(
+            "rewritten",
+            zh="矩阵原地改动以后，先前打包的那一份也变了。",
+            en="After the edit in place what had been packed before has changed too.",
+        )
+
+
+def _examine_reuse(answer):
+    store = _Counting()
+    pack = answer(store)
+    packed = [pack(torch.full((1000,), float(number))) for number in range(100)]
+    wrong = [number for number, give_back in enumerate(packed) if give_back()[0] != number]
+    if wrong:
+        refuse(
+            "address_reused",
+            zh=f"连续打包 100 个用完就释放的张量，有 {len(wrong)} 个还回来的是别人的内容。地址会换主人。",
+            en=f"Of 100 tensors that were packed and freed one after another {len(wrong)} come back with the content of "
+            "another. An address changes hands.",
+        )
+
+
+def _examine_leaks(answer):
+    store = _Counting()
+    pack = answer(store)
+    tensor = torch.ones(8)
+    storage, packed = weakref.ref(tensor.untyped_storage()), pack(tensor)
+    del tensor
+    gc.collect()
+    if storage() is not None:
+        refuse(
+            "keeps_tensor",
+            zh="打包以后，原来的张量已经删掉，它的存储却还在内存里：什么也没腾出来。",
+            en="The tensor that was packed has been deleted, but its storage is still in memory: no room was gained.",
+        )
+    del packed
+    if store.alive:
+        refuse(
+            "keeps_slot",
+            zh="打包的结果已经没人要了，`slot` 却还有人留着：计算图没了，内容也该没了。",
+            en="Nobody holds what pack returned any more, but somebody still holds the `slot`: when the graph is gone, the "
+            "content should be gone.",
+        )
+
+
+def _views(*, key=id, same=lambda known, storage: known[0]() is storage, version=True, weak=True, hold=False,
+           dtype=True, strides=True, offset=True, flat=None):  # fmt: skip
+    """A wrong answer that differs from the solution in what is named."""
+
+    def answer(store):
+        found = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            where = (key(storage), tensor._version) if version else key(storage)
+            known = found.get(where)
+            slot = known[1]() if known and same(known, storage) else None
+            if slot is None:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                slot = store.write(whole if flat is None else flat(tensor))
+                reference = weakref.ref(slot)
+                found[where] = (
+                    weakref.ref(storage),
+                    reference if weak else lambda: slot,
+                    storage if hold else None,
+                )
+            shape, start, kind = tensor.shape, tensor.storage_offset() if offset else 0, tensor.dtype
+            steps = tensor.stride() if strides else torch.empty(shape, device="meta").stride()
+            read = lambda: store.read(slot).view(kind) if dtype else store.read(slot).view(torch.float32)  # noqa: E731
+            return lambda: read().as_strided(shape, steps, start)
+
+        return pack
+
+    return answer
+
+
+def contiguous_back(store):
+    pack = pack_views(store)
+
+    def contiguous(tensor):
+        give_back = pack(tensor)
+        return lambda: give_back().contiguous()
+
+    return contiguous
+
+
+def each_by_itself(store):
+    def pack(tensor):
+        shape, steps, kind = tensor.shape, tensor.stride(), tensor.dtype
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+        slot = store.write(tensor.as_strided((span,), (1,)).view(torch.uint8))
+        return lambda: store.read(slot).view(kind).as_strided(shape, steps)
+
+    return pack
+
+
+def flattened(store):
+    def pack(tensor):
+        slot = store.write(tensor.flatten())
+        return lambda: store.read(slot)
+
+    return pack
+
+
+def never_written(store):
+    def pack(tensor):
+        content, geometry = tensor.untyped_storage().clone(), (tensor.shape, tensor.stride())
+        offset, kind = tensor.storage_offset(), tensor.dtype
+        return lambda: torch.empty(0, dtype=kind).set_(content, offset, *geometry)
+
+    return pack
+
+
+VIEWS = Exercise(
+    "33.D",
+    examine_pack_views,
+    pack_views,
+    {
+        "moved_twice": each_by_itself,
+        "other_strides": contiguous_back,
+        "other_place": _views(offset=False),
+        "other_dtype": _views(dtype=False),
+        "stale": _views(version=False),
+        "address_reused": _views(same=lambda known, storage: True, weak=False),
+        "keeps_tensor": _views(hold=True),
+        "keeps_slot": _views(weak=False),
+        "never_written": never_written,
+        "not_callable": lambda store: lambda tensor: store.write(tensor.flatten()),
+        "other_shape": flattened,
+    },
+    zh="一块存储，一次搬运，任意多的视图。",
+    en="One storage, one move, any number of views.",
+)
+
+CHECKS = [
+    Prediction(
+        "33.1",
+        zh="登记的是 `pack` 和 `unpack`，也就是前面那对噪声钩子；`pack_hook` 定义了，却从未使用。名字差一个后缀，结果照样是 `True`，因为任何一对互逆的钩子都能通过这个检查。何况原文只打印 `allclose`，并不断言。",
+        en="What was registered is `pack` and `unpack`, the noise hooks from before; `pack_hook` was defined and never used. "
+        "One suffix makes the difference, and the result is `True` all the same, since any two hooks that undo each other "
+        "pass this test. Besides, the text only prints its `allclose` and asserts nothing.",
+    ),
+    Prediction(
+        "33.2",
+        zh="`save_on_cpu()` 调用 `tensor.cpu()`，张量已经在 CPU 上，得到的就是它自己：没有副本，用了钩子，自动求导也不再检查版本，于是悄悄错成 5。`pin_memory=True` 总是新建一块内存复制过去，留住的是 1。文档说计算图已在 CPU 上时不复制，这只对前一种成立。",
+        en="`save_on_cpu()` calls `tensor.cpu()`; the tensor is on the CPU already, so it gets the tensor itself: no copy, and "
+        "with hooks autograd no longer checks the version, hence a silent 5. `pin_memory=True` always copies into new memory "
+        "and keeps the 1. The documentation says that nothing is copied if the graph is on the CPU already; that holds for "
+        "the first form alone.",
+    ),
+    Prediction(
+        "33.3",
+        zh="一字节也没少。上面那张表里，层 `2` 的 new bytes 是 0：它的输入就是前一个 `ReLU` 的输出，`ReLU` 在包装之外也保存了它。搬走一份，原来那份还有人要，就释放不了。",
+        en="Not one byte less. In the table above layer `2` has 0 new bytes: its input is the output of the `ReLU` before, and "
+        "that `ReLU`, outside the wrapper, has saved it too. Moved once, it is still wanted by another, and cannot be freed.",
+    ),
+    Prediction(
+        "33.4",
+        zh="反而更慢：10.8 倍。计算快了 4.3 倍，带宽只快了 2.2 倍，搬运在一步里占的份量更大了。计算进步得比链路快，卸载的相对代价就上涨。",
+        en="It gets worse: 10.8. Computing is 4.3 times as fast and the link only 2.2 times, so moving weighs more in a step. "
+        "Where computing gains more than the link, the relative price of offloading goes up.",
+    ),
+    Prediction(
+        "33.5",
+        zh="只少了大约一步。搬一趟要 0.83 秒，计算总共才 0.255 秒：把计算全藏在搬运后面，省下的也就是这 0.255 秒。",
+        en="About one step less, no more. One way takes 0.83 seconds, and all the computing 0.255: hide the whole of it behind "
+        "the moving, and 0.255 seconds is all there is to save.",
+    ),
+    SECONDS,
+    SAVE_TO,
+    ZEROS,
+    VIEWS,
+]
