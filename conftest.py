@@ -2,15 +2,41 @@
 
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
+import forked_kernels
+import pytest
+
 ROOT = Path(__file__).parent
+SHARED = "HOOKLAB_TEST_KERNELS"
+# What takes longest. It begins first, and the short rest fills the gaps: so all processes of a run end together.
+LONGEST = [
+    "test_browser.py",
+    "test_notebooks.py",
+    "test_torchvision_models.py",
+    "test_harness.py",
+    "test_checks.py",
+]
+
+# Before PyTorch is loaded: a thread that waits for work sleeps. It would spin, on a core that another process needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_configure(config):
-    config.option.nbval_current_env = True
+    config.option.nbval_kernel_name = forked_kernels.NAME
     config.option.nbval_sanitize_with = str(ROOT / "tests" / "nbval_sanitize.cfg")
+    undone_at_the_end = ExitStack()
+    config.add_cleanup(undone_at_the_end.close)
+    folder = Path(undone_at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="hooklab-jupyter-")))
+    environment = undone_at_the_end.enter_context(pytest.MonkeyPatch.context())
     # A kernel or a start-up file of the person who runs the tests must not change what cells print.
-    folder = tempfile.TemporaryDirectory(prefix="hooklab-jupyter-")
-    config.add_cleanup(folder.cleanup)
-    os.environ |= {"JUPYTER_DATA_DIR": f"{folder.name}/data", "IPYTHONDIR": f"{folder.name}/ipython"}
+    environment.setenv("IPYTHONDIR", str(folder / "ipython"))
+    if SHARED not in os.environ:  # else this is a process or a test of a session that has its kernels
+        undone_at_the_end.enter_context(forked_kernels.server(folder / "data"))
+        environment.setenv(SHARED, str(folder / "data"))
+    environment.setenv("JUPYTER_DATA_DIR", os.environ[SHARED])
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))

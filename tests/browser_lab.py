@@ -1,5 +1,6 @@
 """JupyterLab in a real browser, for test_browser.py: start a server, open a notebook, run it, look at it."""
 
+import base64
 import html
 import json
 import os
@@ -182,7 +183,7 @@ def photograph_page(page, name: str) -> None:
     picture = page.locator(".jp-NotebookPanel:visible").locator(kinds)
     if picture.count():
         picture.first.evaluate("it => it.scrollIntoView({ block: 'center' })")
-    page.screenshot(path=SCREENSHOTS / f"{name}.page.png")
+    save(page, f"{name}.page", {"x": 0, "y": 0, **PAGE})
     page.set_viewport_size(VIEWPORT)
 
 
@@ -199,7 +200,16 @@ def photograph(page, name: str) -> None:
         # The last slice cannot be scrolled up to the top: its upper part was on the picture before.
         known = top - scroller.evaluate("(it, top) => { it.scrollTop = top; return it.scrollTop; }", top)
         clip = box | {"y": box["y"] + known, "height": box["height"] - known}
-        page.screenshot(path=SCREENSHOTS / f"{name}.{number}.png", clip=clip)
+        save(page, f"{name}.{number}", clip)
+
+
+def save(page, name: str, clip: dict) -> None:
+    """One picture. Chromium is asked itself: a third of the time of Playwright, which restyles the page before and after."""
+    chromium = page.context.new_cdp_session(page)
+    options = {"format": "png", "optimizeForSpeed": True, "clip": clip | {"scale": 1}}
+    picture = chromium.send("Page.captureScreenshot", options)["data"]
+    (SCREENSHOTS / f"{name}.png").write_bytes(base64.b64decode(picture))
+    chromium.detach()
 
 
 def words(text: str) -> str:

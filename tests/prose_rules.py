@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import notebook_form
 import yaml
@@ -117,6 +118,7 @@ def glossary(notebook) -> Iterator[str]:
             yield f"{chinese}: its first use, {everything[at : at + 12]!r}, should give the English word: {given}"
 
 
+@cache
 def terms() -> list[dict]:
     return yaml.safe_load((notebook_form.NOTEBOOKS / "glossary.yml").read_text(encoding="utf-8"))
 

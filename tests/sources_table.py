@@ -1,6 +1,7 @@
 """notebooks/SOURCES.md: from each section of the sources to the notebook and cell that show it."""
 
 import re
+from functools import cache
 
 import notebook_form
 import yaml
@@ -50,5 +51,6 @@ def table() -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
+@cache
 def _inventory() -> dict:
     return yaml.safe_load((notebook_form.NOTEBOOKS / "sources.yml").read_text(encoding="utf-8"))

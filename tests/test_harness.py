@@ -243,19 +243,13 @@ RUN_DAMAGES = {
 
 def run(notebook):
     """The ids of the cells that fail when pytest runs this notebook as it runs the real ones."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        str(notebook_form.ROOT / "pyproject.toml"),
-        "-p",
-        "conftest",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(notebook_form.ROOT), "PYTEST_ADDOPTS": ""}
+    # Not by PYTHONPATH, which a forked kernel cannot take over.
+    start = f"import sys; sys.path[:0] = {[str(notebook_form.ROOT), str(notebook_form.ROOT / 'tests')]}; "
+    command = [sys.executable, "-c", start + "import pytest; sys.exit(pytest.main())"]
+    command += ["-c", str(notebook_form.ROOT / "pyproject.toml"), "-p", "conftest"]
     done = subprocess.run(
         [*command, "-q", "-rf", "--color=no", "-p", "no:cacheprovider", str(notebook.path)],
-        env=environment, capture_output=True, text=True, timeout=240, cwd=notebook.path.parent,
+        env={**os.environ, "PYTEST_ADDOPTS": ""}, capture_output=True, text=True, timeout=240, cwd=notebook.path.parent,
     )  # fmt: skip
     assert " passed" in done.stdout, done.stdout + done.stderr
     failed = {int(number) for number in re.findall(r"^FAILED .*::Cell (\d+)", done.stdout, re.MULTILINE)}
@@ -286,6 +280,8 @@ def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeyp
         tmp_path, lambda notebook: replace(notebook, "where-build", "import torch", "import no_such_module")
     )
     before = notebook.path.read_bytes()
+    for name in ("JUPYTER_DATA_DIR", "IPYTHONDIR"):  # which refresh sets, for a process of its own
+        monkeypatch.setenv(name, os.environ[name])
     monkeypatch.setattr(notebook_form, "paths", lambda: [notebook.path])
     monkeypatch.setattr(refresh.sources_table, "PATH", tmp_path / "SOURCES.md")
     assert refresh.main([]) == 1

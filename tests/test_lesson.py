@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import forked_kernels
 import nbformat
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_importing_hooklab_imports_nothing_heavy_but_torch():
 def run_cells(*sources):
     """The error outputs of cells run one after the other in a kernel."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=60).execute()
+    NotebookClient(notebook, kernel_name=forked_kernels.NAME, allow_errors=True, timeout=60).execute()
     errors = [output for cell in notebook.cells for output in cell.outputs if output.output_type == "error"]
     return [re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)) for error in errors]
 

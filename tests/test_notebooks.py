@@ -2,6 +2,7 @@
 
 import copy
 
+import forked_kernels
 import notebook_form
 import pytest
 from nbclient import NotebookClient
@@ -31,7 +32,7 @@ def test_every_cell_can_be_run_again_and_a_guess_made_late_is_judged(notebook):
         late[0].source = "guess = 'something else'"
         again.cells[end:end] = late
     resources = {"metadata": {"path": str(notebook.path.parent)}}
-    NotebookClient(again, timeout=120, kernel_name="python3", resources=resources).execute()
+    NotebookClient(again, timeout=120, kernel_name=forked_kernels.NAME, resources=resources).execute()
     judged = [cell.outputs[0].data["text/html"] for cell in again.cells if "check.predict(" in cell.source]
     assert judged
     assert sum("hooklab-wrong" in html for html in judged) == len(judged) / 2

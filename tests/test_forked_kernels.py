@@ -1,0 +1,134 @@
+"""The kernels of the tests: each as a fresh one would be, and none outlives the session."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import forked_kernels
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every kernel is a plain one")
+FORKED = "'torch' in __import__('sys').modules"  # true before any cell has imported it
+
+
+@contextmanager
+def kernel(**options):
+    """A kernel as its manager and the client that talks to it."""
+    manager, client = start_new_kernel(kernel_name=forked_kernels.NAME, **options)
+    try:
+        yield manager, client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def evaluate(client, expression, code=""):
+    """The value of an expression in the kernel, after `code`."""
+    reply = client.execute(code, user_expressions={"it": expression}, reply=True, timeout=60)["content"]
+    assert reply["status"] == "ok", reply
+    return ast.literal_eval(reply["user_expressions"]["it"]["data"]["text/plain"])
+
+
+def ended(pid):
+    """Has the process ended, or does it within some seconds?"""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_forked_kernel_has_pytorch_but_not_hooklab_and_the_environment_of_who_asked(tmp_path):
+    asked = {**os.environ, "HOOKLAB_ASKED": "here", forked_kernels.LATE: str(tmp_path)}
+    with kernel(env=asked, cwd=tmp_path) as (_, client):
+        assert evaluate(client, FORKED)
+        assert evaluate(client, "'hooklab' in sys.modules", "import os, sys") is False
+        assert evaluate(client, "os.environ['HOOKLAB_ASKED'], os.getcwd()") == ("here", str(tmp_path))
+        assert not evaluate(client, "[path for path in sys.path if path.endswith('tests')]")
+        # A GPU could be used.
+        assert evaluate(client, "torch.cuda._is_in_bad_fork()", "import torch") is False
+
+
+def test_two_kernels_share_nothing():
+    draw = "numpy.random.random(), random.random()"
+    with kernel() as (_, one), kernel() as (_, other):
+        for client in (one, other):
+            evaluate(client, "0", "import os, numpy, random, torch")
+        evaluate(one, "0", "torch.left = os.environ['LEFT'] = '1'; torch.manual_seed(7)")
+        assert not evaluate(other, "hasattr(torch, 'left') or 'LEFT' in os.environ")
+        assert evaluate(one, "torch.initial_seed()") != evaluate(other, "torch.initial_seed()")
+        assert not set(evaluate(one, draw)) & set(evaluate(other, draw))
+
+
+def test_an_interrupt_reaches_the_kernel():
+    with kernel() as (manager, client):
+        asked = client.execute("print('running'); import time; time.sleep(100)")
+        while client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
+            pass
+        manager.interrupt_kernel()
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != asked:
+            pass  # an answer to what was asked when the kernel started
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert evaluate(client, "1 + 1") == 2
+
+
+def test_what_is_read_at_import_gets_a_kernel_that_starts_afresh():
+    with kernel(env={**os.environ, "OMP_NUM_THREADS": "1"}) as (_, client):
+        assert not evaluate(client, FORKED)
+        assert evaluate(client, "torch.get_num_threads()", "import torch") == 1
+
+
+def test_without_a_server_kernels_are_plain(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(sys, "platform", "darwin")
+        with forked_kernels.server(tmp_path):
+            pass
+    with kernel() as (_, client):
+        assert not evaluate(client, FORKED)
+        assert evaluate(client, "1 + 1") == 2
+
+
+def test_a_kernel_ends_with_its_stand_in_and_the_stand_in_with_its_kernel():
+    with kernel() as (manager, client):
+        pid = evaluate(client, "os.getpid()", "import os")
+        assert pid != manager.provisioner.pid
+        os.kill(manager.provisioner.pid, signal.SIGKILL)
+        assert ended(pid)
+    with kernel() as (manager, client):
+        os.kill(evaluate(client, "os.getpid()", "import os"), signal.SIGKILL)
+        assert ended(manager.provisioner.pid)
+        assert manager.provisioner.process.poll() == 128 + signal.SIGKILL
+
+
+SESSION = """
+import sys, time
+from pathlib import Path
+import forked_kernels, test_forked_kernels
+with forked_kernels.server(Path(sys.argv[1])), test_forked_kernels.kernel() as (manager, client):
+    print(manager.provisioner.pid, *test_forked_kernels.evaluate(client, "(os.getpid(), os.getppid())", "import os"), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_server_and_kernels_end_with_a_session_that_was_killed(tmp_path):
+    environment = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path)}
+    session = subprocess.Popen(
+        [sys.executable, "-c", SESSION, tmp_path], cwd=Path(__file__).parent, env=environment,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with session:
+        pids = [int(pid) for pid in session.stdout.readline().split()]
+        session.kill()
+    assert len(pids) == 3
+    assert all(map(ended, pids))
