@@ -1,5 +1,6 @@
 """Checks of notebook 31: what autograd saves."""
 
+import weakref
 from collections import Counter
 
 import torch
@@ -35,8 +36,23 @@ def _cubes(x: Tensor) -> Tensor:
     return x
 
 
+class _Exp(torch.autograd.Function):
+    """`exp` into the first memory of `pool` that nobody holds: addresses are reused for certain, not by chance."""
+
+    @staticmethod
+    def forward(ctx, x, pool):
+        memory = next((memory for memory, held in pool if held() is None), bytearray(x.nbytes))
+        result = torch.frombuffer(memory, dtype=x.dtype)
+        result[:] = x.exp()
+        pool[:] = [entry for entry in pool if entry[0] is not memory]
+        pool.append((memory, weakref.ref(result.untyped_storage())))
+        ctx.save_for_backward(result)
+        return result
+
+
 def _exponentials(x: Tensor) -> Tensor:
-    return sum(x.exp().sum() for _ in range(6))
+    pool = []
+    return sum(_Exp.apply(x, pool).sum() for _ in range(6))
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -704,9 +720,10 @@ CHECKS = [
     ),
     Prediction(
         "31.3",
-        zh="存的是一个 4,000 字节的切片。切片是视图，它的存储就是整张表：留住一行，就留住了 1,000 行。",
+        zh="存的是一个 4,000 字节的切片。切片是视图，它的存储就是整张表：留住一行，就留住了 1,000 行。"
+        "写成 `table[:1].clone().sin()`，留住的才只有 4,000 字节。",
         en="What is saved is a slice of 4,000 bytes. A slice is a view, and its storage is the whole table: who holds one row "
-        "holds all 1,000.",
+        "holds all 1,000. With `table[:1].clone().sin()` it would be 4,000 bytes.",
     ),
     Prediction(
         "31.4",
@@ -716,11 +733,6 @@ CHECKS = [
     ),
     Prediction(
         "31.5",
-        zh="45.4 GB 是 0.24 GB 的 188 倍。训练大批次的卷积网络，内存几乎全是激活值。",
-        en="45.4 GB is 188 times 0.24 GB. With large batches a conv net's memory in training is nearly all activations.",
-    ),
-    Prediction(
-        "31.6",
         zh="一样多。BatchNorm 存的是自己的输入，它的输出没有人要：原地就被改写，不原地就马上释放，留住的都只有 ReLU 的结果。",
         en="The same. Batch norm saves its input, and nobody wants its output: in place it is overwritten, otherwise freed at once, "
         "and what is held is the result of ReLU in both cases.",

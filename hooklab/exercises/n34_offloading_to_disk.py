@@ -1234,9 +1234,9 @@ SAVE_TO_DISK = Exercise(
 CHECKS = [
     Prediction(
         "34.1",
-        zh="3 个，和 SIGKILL 一样。Python 只接管 Ctrl-C 的 SIGINT，变成 `KeyboardInterrupt`；SIGTERM 按系统的默认处理，进程当场结束，"
+        zh="3 个，一个也没删。Python 只接管 Ctrl-C 的 SIGINT，变成 `KeyboardInterrupt`；SIGTERM 按系统的默认处理，进程当场结束，"
         "`__del__`、`finally`、`atexit` 一个也不执行。要善后，得自己写 `signal.signal(signal.SIGTERM, ...)`。",
-        en="3, as with SIGKILL. Python handles only the SIGINT of Ctrl-C, which becomes a `KeyboardInterrupt`; SIGTERM keeps the "
+        en="All 3. Python handles only the SIGINT of Ctrl-C, which becomes a `KeyboardInterrupt`; SIGTERM keeps the "
         "system's default and ends the process on the spot: no `__del__`, no `finally`, no `atexit`. To clean up you would have "
         "to set `signal.signal(signal.SIGTERM, ...)`.",
     ),

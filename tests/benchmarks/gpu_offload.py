@@ -104,9 +104,9 @@ def strategies(task: Task) -> dict[str, Callable[[Task], Any]]:
         "checkpoint_segments 1/2/6/3": lambda task: nullcontext(),
         "checkpoint_segments 2/3/3": lambda task: nullcontext(),
     }
-    for keep in (0, 5, 10, 20, 30):
+    for keep in (0, 5, 10, 20, 30) if pinned else (0, 20):
         found[f"Offload, keep {keep} GB"] = offload(keep * unit)
-    for keep in (0, 1, 2, 3):
+    for keep in (0, 1, 2, 3) if pinned else (0, 3):
         found[f"checkpoint_segments + Offload, keep {keep} GB"] = offload(keep * unit)
     if pinned and (theirs := torchtune_offloading()) is not None:
         found["torchtune OffloadActivations"] = theirs
