@@ -24,6 +24,7 @@ help:
 	@echo "make test-portable  run the notebooks with other threads and vector instructions, then three times more"
 	@echo "make refresh        run every notebook again and store its outputs in normal form"
 	@echo "make lint           check style (make format mends it)"
+	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make bench          measure speed against the budgets"
 
 .tools/bin/uv:
@@ -46,7 +47,10 @@ lab: $(READY)
 	exec $(RUN) $(LAB) $$flags
 
 test: $(READY)
-	@$(PYTEST)
+	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST)
+
+screenshots: $(READY)
+	@HOOKLAB_SCREENSHOTS=1 $(RUN) pytest -q tests/test_browser.py
 
 # ATEN_CPU_CAPABILITY=default switches vector instructions off; HOOKLAB_THREADS is what lesson.start() uses.
 test-portable: $(READY)

@@ -1,6 +1,7 @@
 """The notebooks and the language switch, in JupyterLab, in a real browser. Pictures go to tests/screenshots/."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -175,8 +176,9 @@ def test_prose_and_table_of_contents_show_no_markup(notebook, page):
 
 
 @pytest.mark.parametrize("language", LABELS)
-def test_pictures_of_the_whole_notebook_are_kept_for_a_person(notebook, page, language):
+def test_the_notebook_shows_the_language_that_is_chosen_and_is_photographed(notebook, page, language):
     choose(page, language)
     assert lab.languages(page) <= expected(language)
-    lab.photograph(page, f"{notebook[0]}.{language}")
-    lab.photograph_page(page, f"{notebook[0]}.{language}")
+    if os.environ.get("HOOKLAB_SCREENSHOTS") != "0":  # nobody looks at those of `make test`
+        lab.photograph(page, f"{notebook[0]}.{language}")
+        lab.photograph_page(page, f"{notebook[0]}.{language}")
