@@ -110,7 +110,8 @@ class Offload:
 
     Attributes:
         moved_bytes: written to the store so far; a tensor that is saved twice is written once.
-        kept_bytes: saved, but not moved so far (parameters and buffers not counted).
+        kept_bytes: saved, but not moved so far (parameters and buffers not counted); below `min_bytes` each as
+            often as it was saved.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -154,6 +154,11 @@ class Disk:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), slot.start, slot.nbytes, os.POSIX_FADV_WILLNEED)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"Disk: a store cannot be copied or pickled, its slots belong to it; make another one: Disk({self.folder!r})"
+        )
+
     def _write_at(self, content: memoryview, start: int) -> None:
         done = 0
         while done < len(content):  # one call writes 2 GiB at most, and less on a disk that is nearly full

@@ -1,8 +1,10 @@
 """The stores: what is read is what was written, room is found again, and nothing stays behind."""
 
+import copy
 import errno
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -146,6 +148,12 @@ def test_disk_has_no_name_in_its_folder(tmp_path):
         assert list(tmp_path.iterdir()) == []
     del store, written
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_disk_refuses_to_be_copied_in_words(copied):
+    with pytest.raises(TypeError, match=r"a store cannot be copied or pickled.*make another one"):
+        copied(Disk())
 
 
 def test_disk_closes_its_file_without_a_warning():
