@@ -113,9 +113,8 @@ class Queue:
         key = (*place, tensor._version, tensor.is_conj())
         with self.lock:
             packed = self.found[key]() if key in self.found else None
-            if (
-                packed is None or packed.storage() is not storage
-            ):  # a new storage at the address of a dead one
+            # A new storage may have the id of a dead one.
+            if packed is None or packed.storage() is not storage:
                 packed = Packed(self, tensor)
                 self.append(key, packed)
                 self.make_room()
@@ -152,7 +151,7 @@ class Queue:
         return tensor
 
     def read_ahead(self, packed: Packed, expected: bool) -> None:
-        """A hint: backward goes from the newest to the oldest. Go on where the last one ended, while there is room."""
+        """Backward goes from the newest to the oldest: go on where the last hint ended, while there is room."""
         last = self.reached() if expected and self.reached is not None else None
         if last is None or last.number > packed.number:
             last = packed

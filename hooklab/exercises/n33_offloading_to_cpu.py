@@ -454,7 +454,7 @@ SAVE_TO = Exercise(
             _offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach().requires_grad_(), 2.0)
         ),
     },
-    zh="一个包装，任何存储：磁盘、CPU 内存，或者你自己的。",
+    zh="一个包装，任何后端：磁盘、CPU 内存，或者你自己的。",
     en="One wrapper for any store: disk, CPU memory, or one of your own.",
 )
 
@@ -580,7 +580,7 @@ def _examine_size(slot, nbytes):
     if total < 0.1 * nbytes:
         refuse(
             "nothing_in_slot",
-            zh=f"`slot` 里只有 {total} 字节，内容存在别处：`slot` 没了，内容也该没了，放在存储自己身上就一直占着。",
+            zh=f"`slot` 里只有 {total} 字节，内容存在别处：`slot` 没了，内容也该没了，放在后端自己身上就一直占着。",
             en=f"There are {total} bytes in the `slot`, so the content is elsewhere: it should go when the `slot` goes; kept by "
             "the store itself it stays for ever.",
         )
