@@ -224,9 +224,8 @@ class SavedTensors(Sequence[SavedTensor]):
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ == "AccumulateGrad":  # a leaf's: it saves nothing
             return
-        displaced = (
-            outer_hooks() != self._ours
-        )  # a checkpoint has saved its input by itself; its Nodes are not ours
+        # A checkpoint has saved its input by itself, and its Nodes are not ours.
+        displaced = outer_hooks() != self._ours
         for record in self._unnamed:
             record.operation = "" if displaced else type(node).__name__
         self._unnamed.clear()

@@ -34,8 +34,8 @@ KEYWORD = Prediction(
 )
 SEGMENTS = Prediction(
     "35.4",
-    zh="比不用还多。每层一段，就要存每层的输入，其中一半普通训练本来不存。段数不是越多越好，看下面的图。",
-    en="More than without. With a segment for each layer the input of every layer is held, and half of these plain training "
+    zh="比不用还多。每层一段，就要存每层的输入，其中近一半普通训练本来不存。段数不是越多越好，看下面的图。",
+    en="More than without. With a segment for each layer the input of every layer is held, and nearly half of these plain training "
     "would not store. More segments are not better: see the picture below.",
 )
 
