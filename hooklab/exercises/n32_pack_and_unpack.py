@@ -342,7 +342,8 @@ def _examine_unedited(pair_of, inner):
     if inner and (inner.packs - used[0], inner.unpacks - used[1]) != (2, 2):
         refuse(
             "not_inner",
-            zh=f"打包、解包各 2 次，交给你的那一对却分别用了 {inner.packs - used[0]} 次和 {inner.unpacks - used[1]} 次。",
+            zh=f"打包、解包各 2 次，交给你的那一对里，`pack` 却执行了 {inner.packs - used[0]} 次，`unpack` 执行了 "
+            f"{inner.unpacks - used[1]} 次。",
             en=f"Packed 2 times and unpacked 2 times; of the pair that you were given, `pack` ran "
             f"{inner.packs - used[0]} times and `unpack` {inner.unpacks - used[1]} times.",
         )
@@ -880,8 +881,8 @@ CHECKS = [
     ),
     Prediction(
         "32.5",
-        zh="1.17 倍：比不打包还多。每个元素是省了一半，可是本来共用的、本来就在的，现在都另存了一份。",
-        en="1.17 times: more than unpacked. Each element takes half, but what was shared, and what lives anyway, is now kept a second time.",
+        zh="1.17 倍：比不用钩子还多。每个元素是省了一半，可是本来共用的、本来就在的，现在都另存了一份。",
+        en="1.17 times: more than without hooks. Each element takes half, but what was shared, and what lives anyway, is now kept a second time.",
     ),
     COUNTING,
     CHECKED,

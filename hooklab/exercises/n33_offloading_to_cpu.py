@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from hooklab._packing import outer_hooks
 from hooklab.exercises.check import Exercise, Prediction, refuse
 from hooklab.saved import Offload
 
@@ -240,6 +241,14 @@ def _wrapped(answer, store):
 
 
 def examine_save_to(answer):
+    before = outer_hooks()
+    try:
+        _examine_save_to(answer)
+    finally:
+        _close_hooks(before)  # an answer may leave its context open
+
+
+def _examine_save_to(answer):
     plain, plain_x = _inner()
     want, _ = plain(plain_x, factor=2.0)
     want.square().sum().backward()
@@ -332,7 +341,7 @@ def _examine_save_to_gradients(plain, plain_x, wrapped, x):
     if not all(one is not None and torch.equal(one, other) for one, other in pairs):
         refuse(
             "other_gradients",
-            zh="前向的值对了，梯度却与不包装时不同。结果是不是 `detach` 过？",
+            zh="前向的值对了，梯度却与单独运行 `module` 时不同。结果是不是 `detach` 过？",
             en="Forward is right, but the gradients are not those of `module` alone. Was the result put through `detach`?",
         )
 
@@ -353,7 +362,6 @@ def _examine_failing(answer):
     written = len(store.written)
     torch.ones(2, requires_grad=True).exp().sum()
     if len(store.written) > written:
-        _close_hooks()
         refuse(
             "open_after_error",
             zh="一切顺利时没有问题；`module` 报错以后，上下文却没有关上，后面的运算还在往 `store` 里搬。",
@@ -362,9 +370,9 @@ def _examine_failing(answer):
         )
 
 
-def _close_hooks():
-    """Take off the saved-tensor hooks that an answer has left open."""
-    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+def _close_hooks(before):
+    """Take off the saved-tensor hooks that an answer has left open, down to those of `before`."""
+    while outer_hooks() not in (before, None):
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
