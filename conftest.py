@@ -1,5 +1,6 @@
 """How notebooks are compared: in this environment's own kernel, strictly, pictures by their facts."""
 
+import gc
 import os
 import tempfile
 from contextlib import ExitStack
@@ -40,3 +41,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    """Tests that collect garbage shall look at what they made, not each time at all that PyTorch is."""
+    gc.collect()
+    gc.freeze()

@@ -2,6 +2,7 @@
 
 import html
 import re
+from functools import cache
 
 import notebook_form
 import numpy as np
@@ -13,10 +14,17 @@ from hooklab.exercises.check import Exercise, Prediction, _all_checks, expect_li
 
 EXERCISES = [item for item in _all_checks() if isinstance(item, Exercise)]
 PREDICTIONS = [item for item in _all_checks() if isinstance(item, Prediction)]
+BY_ID = {item.id: item for item in EXERCISES}
 WRONG = [(item, reason) for item in EXERCISES for reason in item.wrong]
 HALVES = re.compile(
     r'<div class="hooklab-message hooklab-\w+"><div lang="zh">(.+)</div><div lang="en">(.+)</div></div>'
 )
+
+
+@cache
+def refusal(exercise, reason):
+    """The message for a wrong answer; several tests look at it."""
+    return check.exercise(exercise, BY_ID[exercise].wrong[reason])
 
 
 def by_id(item):
@@ -32,7 +40,7 @@ def test_the_solution_passes(item):
 @pytest.mark.parametrize(("item", "reason"), WRONG, ids=by_id)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_wrong_answer_is_refused_for_its_own_reason(item, reason):
-    message = check.exercise(item.id, item.wrong[reason])
+    message = refusal(item.id, reason)
     assert (message.kind, message.reason) == ("wrong", reason), message
 
 
@@ -40,7 +48,7 @@ def test_a_wrong_answer_is_refused_for_its_own_reason(item, reason):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_each_wrong_answer_gets_a_message_of_its_own(item):
     assert len(item.wrong) >= 3
-    messages = [check.exercise(item, answer) for answer in item.wrong.values()]
+    messages = [refusal(item.id, reason) for reason in item.wrong]
     assert (
         len({message.zh for message in messages})
         == len({message.en for message in messages})
@@ -52,10 +60,11 @@ def test_each_wrong_answer_gets_a_message_of_its_own(item):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_no_message_gives_the_answer_away(item):
     solution = notebook_solutions()[item.id].splitlines()[-1].strip()
-    for answer in item.wrong.values():
-        assert solution not in check.exercise(item, answer).en
+    for reason in item.wrong:
+        assert solution not in refusal(item.id, reason).en
 
 
+@cache
 def notebook_solutions():
     """By exercise: the code of the folded solution in the notebook."""
     solutions = {}
@@ -94,7 +103,7 @@ def test_every_check_stands_in_a_notebook():
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_every_message_holds_both_languages_with_the_same_code_in_them():
     messages = [check.predict(item, "nonsense", actual=1.0) for item in PREDICTIONS]
-    messages += [check.exercise(item, answer) for item, reason in WRONG for answer in [item.wrong[reason]]]
+    messages += [refusal(item.id, reason) for item, reason in WRONG]
     messages += [check.exercise(item, item.solution) for item in EXERCISES]
     for message in messages:
         zh, en = HALVES.fullmatch(message._repr_html_()).groups()
