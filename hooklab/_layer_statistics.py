@@ -11,6 +11,7 @@ from hooklab._features import NO_BACKWARD, graph_task
 from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short
+from hooklab._table import table
 from hooklab._walk import tensors_in
 
 __all__ = ["LayerStatistics"]
@@ -38,9 +39,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         """All figures as text, a line for each layer; dashes where nothing was counted."""
         rows = [("layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf")]
         rows += [_row(name, running.read()) for name, running in self._running.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-        return "\n".join("  ".join(line) for line in lines)
+        return table(rows)
 
     def remove(self) -> None:
         """Take the hooks off again; the figures stay. Twice is harmless."""

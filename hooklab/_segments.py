@@ -41,6 +41,7 @@ class Segmented(nn.Sequential):
 
 
 def run(segment: list[nn.Module], input: Any) -> Any:
+    """The blocks one after the other; what a checkpoint calls, and calls again."""
     for block in segment:
         input = block(input)
     return input

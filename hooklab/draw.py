@@ -59,8 +59,8 @@ def graph(
     Args:
         t: the result of a computation, any shape; not a leaf.
         params: names for leaves, for example `{"w": w}` or `model.named_parameters()`.
-        saved: also show the tensors that each Node has saved for backward, in orange. Gone once
-            `backward()` has run; the rest of the graph can still be drawn then.
+        saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
+            blue on a line without an arrow. Gone once `backward()` has run; the rest can still be drawn then.
 
     Returns:
         A `Picture`. `.facts` has one line per arrow, `x (3) -> AccumulateGrad`, leaves first; a

@@ -315,7 +315,7 @@ def test_sparse_tensors_stay():
     y.sum().backward()
     assert torch.equal(dense.grad, torch.ones(3, 3))
     assert sparse.grad.to_dense().shape == (3, 3)
-    assert offload.kept_bytes >= 0
+    assert offload.moved_bytes == dense.nbytes
 
 
 def test_subclasses_stay_what_they_are():
@@ -494,7 +494,7 @@ def test_a_graph_that_is_dropped_gives_everything_back_without_gc(keep):
             y = x.exp()
             output = weakref.ref(y.untyped_storage())
             z = y.sin().exp()
-        assert store.held == (0 if keep else 3 - 1)
+        assert store.held == (0 if keep else 2)
         del y, z
         assert store.held == 0
         assert output() is None
@@ -832,7 +832,7 @@ def test_a_forward_that_raises_leaves_nothing():
     gc.collect()
     assert store.held == 0
     x.exp().sum().backward()  # no hook is left in this thread
-    assert store.writes == 2 - 1
+    assert store.writes == 1
 
 
 @pytest.mark.parametrize(
