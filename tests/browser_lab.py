@@ -15,6 +15,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked_kernels
 import pytest
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -63,6 +64,9 @@ def running_lab(root: Path, state: Path):
     options = [f"--port={port}", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"]
     command = [sys.executable, "-m", "jupyterlab", *SERVER, *options]
     own = os.environ | {name: str(state / name) for name in FOLDERS}  # the language switch is in sys.prefix
+    if forked_kernels.SHARED in os.environ:
+        forked_kernels.offer(state / "first", "python3", Path(os.environ[forked_kernels.SHARED]))
+        own["JUPYTER_PATH"] = str(state / "first")  # before the python3 of the environment
     with log.open("w") as out:
         process = subprocess.Popen(command, env=own, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -101,9 +105,14 @@ def ask(page, function: str, argument=None):
     return page.evaluate(f"argument => Promise.race([{call}, {late}])", argument)
 
 
+def wait_until(page, condition: str, argument=None) -> None:
+    """Until a JavaScript function answers yes. Asked now and then: by default it is asked before every drawn frame."""
+    page.wait_for_function(condition, arg=argument, polling=100)  # ms
+
+
 def open_lab(page, address: str) -> None:
     page.goto(address)
-    page.wait_for_function("() => window.jupyterapp")
+    wait_until(page, "() => window.jupyterapp")
     ask(page, "async app => { await app.restored; app.shell.collapseLeft(); }")
 
 
@@ -113,30 +122,42 @@ def open_notebook(page, name: str) -> None:
 
 
 def close_notebook(page) -> None:
-    ask(page, "async (_, panel) => { await panel.sessionContext.shutdown(); panel.dispose(); }")
+    """Its kernel ends meanwhile."""
+    ask(
+        page,
+        """(app, panel) => {
+          const { id } = panel.sessionContext.session;
+          panel.dispose();
+          app.serviceManager.sessions.shutdown(id);
+        }""",
+    )
 
 
 def wait_until_drawn(page) -> None:
     """Until the notebook in front has its kernel, its prose and its outputs."""
-    page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content?.widgets")
+    wait_until(page, "() => window.jupyterapp?.shell.currentWidget?.content?.widgets")
     ask(page, "async (_, panel) => { await panel.context.ready; await panel.sessionContext.ready; }")
-    page.wait_for_function(
+    wait_until(
+        page,
         """() => jupyterapp.shell.currentWidget.content.widgets.every(({ model, node }) => {
           const drawn = [...node.querySelectorAll('.jp-MarkdownOutput, .jp-OutputArea-output')];
           return drawn.length === (model.outputs?.length ?? 1) && drawn.every(part => part.hasChildNodes());
-        })"""
+        })""",
     )
 
 
-def run_all(page) -> None:
-    """Clear every output, run every cell, wait until all is drawn. An error in a cell not tagged for it ends the run."""
-    ask(page, "async app => { await app.commands.execute('notebook:clear-all-cell-outputs'); }")
-    assert not any(cell["output"] or cell["count"] for cell in cells(page)), (
-        "the outputs could not be cleared"
-    )
-    # This answers at the first error, also where the tag raises-exception lets the cells after it run.
-    ask(page, "async app => { await app.commands.execute('notebook:run-all-cells'); }")
-    page.wait_for_function(
+def start(page, name: str) -> None:
+    """Open a notebook, and ask for every cell to be run. The kernel goes on behind other notebooks."""
+    open_notebook(page, name)
+    # What this answers is not waited for: it comes at the first error, also one that the tag raises-exception allows.
+    ask(page, "app => { app.commands.execute('notebook:run-all-cells'); }")
+
+
+def finish(page, name: str) -> None:
+    """Wait until every cell of a started notebook has run and all is drawn. An error in a cell not tagged for it ends that."""
+    ask(page, "async (app, _, path) => { await app.commands.execute('docmanager:open', { path }); }", name)
+    wait_until(
+        page,
         """() => {
           const { content, sessionContext } = jupyterapp.shell.currentWidget;
           const code = content.widgets.map(cell => cell.model).filter(model => model.type === 'code');
@@ -144,7 +165,7 @@ def run_all(page) -> None:
             && !model.getMetadata('tags')?.includes('raises-exception');
           return sessionContext.session.kernel.status === 'idle'
             && (code.some(stopped) || code.every(model => model.executionCount || !model.sharedModel.source.trim()));
-        }"""
+        }""",
     )
     wait_until_drawn(page)
 

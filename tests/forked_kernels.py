@@ -5,7 +5,8 @@ Jupyter starts a *stand-in*, which asks the server for a fork, hands on signals 
 *kernel* is that fork. Without a server (not on Linux), or where it refuses, the stand-in becomes a plain kernel.
 
 All kernels of a session have one hash seed, and a submodule that a notebook uses without importing it may be there by
-PRELOADED alone. tests/test_browser.py runs every notebook in a fresh kernel, as a learner does, and notices both.
+PRELOADED alone. With HOOKLAB_FORK=0 every kernel is a fresh one, as a learner's is, and both are noticed: so run
+`make screenshots` and one round of `make test-portable`.
 """
 
 import atexit
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 NAME = "hooklab-forked"  # of the kernel, for nbval and nbclient
+SHARED = "HOOKLAB_TEST_KERNELS"  # the variable with the folder of the session's server
 # Of others alone: hooklab is what is tested. Not matplotlib_inline's backend, which looks for its IPython.
 PRELOADED = ("ipykernel.kernelapp", "ipykernel.debugger", "numpy", "torch", "torchvision")
 PRELOADED += ("matplotlib.pyplot", "torchviz")
@@ -39,13 +41,10 @@ FORKED = b"forked"
 @contextmanager
 def server(folder: Path) -> Iterator[None]:
     """Offer the kernel NAME in the Jupyter data folder `folder`. All processes end with the block, or with this process."""
-    from ipykernel.kernelspec import get_kernel_dict
-
-    address, place = str(folder / "server"), folder / "kernels" / NAME
-    command = [sys.executable, "-I", "-S", __file__, address, "-f", "{connection_file}"]
-    place.mkdir(parents=True)
-    (place / "kernel.json").write_text(json.dumps(get_kernel_dict() | {"argv": command}), encoding="utf-8")
-    if sys.platform != "linux":
+    folder.mkdir(parents=True, exist_ok=True)
+    offer(folder, NAME, folder)
+    address = str(folder / "server")
+    if sys.platform != "linux" or os.environ.get("HOOKLAB_FORK") == "0":
         yield
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -60,6 +59,16 @@ def server(folder: Path) -> Iterator[None]:
     finally:
         process.stdin.close()
         process.wait()
+
+
+def offer(folder: Path, name: str, server: Path) -> None:
+    """Let the Jupyter data folder `folder` have a kernel `name` that the server with the folder `server` forks."""
+    from ipykernel.kernelspec import get_kernel_dict
+
+    command = [sys.executable, "-I", "-S", __file__, str(server / "server"), "-f", "{connection_file}"]
+    place = folder / "kernels" / name
+    place.mkdir(parents=True)
+    (place / "kernel.json").write_text(json.dumps(get_kernel_dict() | {"argv": command}), encoding="utf-8")
 
 
 class Server:

@@ -18,8 +18,15 @@ MESSAGE = '<div class="hooklab-message hooklab-{0}"><div lang="zh">对了：{0}<
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A copy of the notebooks without their outputs: what is seen, the cells have made now."""
     copy = tmp_path_factory.mktemp("lab") / "notebooks"
     shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for path in NOTEBOOKS:
+        content = read(path)
+        for cell in content["cells"]:
+            if cell["cell_type"] == "code":
+                cell |= {"outputs": [], "execution_count": None}
+        (copy / path.name).write_text(json.dumps(content), encoding="utf-8")
     return copy
 
 
@@ -38,14 +45,32 @@ def page(folder):
             chromium.close()
 
 
+@pytest.fixture(scope="module")
+def started():
+    """The names of the notebooks whose cells were asked to run."""
+    return set()
+
+
 @pytest.fixture(scope="module", params=[path.name for path in NOTEBOOKS])
-def notebook(request, page, folder):
+def notebook(request, page, folder, started):
     """The name of a notebook of the course and the cells in its file. On the page all its cells have run."""
-    cells = read(folder / request.param)["cells"]
-    lab.open_notebook(page, request.param)
-    lab.run_all(page)
+    cells = read(FOLDER / request.param)["cells"]
+    for name in wanted(request.session.items, request.param)[
+        :2
+    ]:  # the next one runs while this one is looked at
+        if name not in started:
+            lab.start(page, name)
+            started.add(name)
+    lab.finish(page, request.param)
     yield request.param.removesuffix(".ipynb"), cells
     lab.close_notebook(page)
+
+
+def wanted(items, first):
+    """The notebooks that tests ask for, in their order, from `first` on."""
+    asked = [item.callspec.params.get("notebook") for item in items if hasattr(item, "callspec")]
+    names = [name for name in dict.fromkeys(asked) if name in {path.name for path in NOTEBOOKS}]
+    return names[names.index(first) :]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +135,7 @@ def test_the_palette_offers_the_languages_and_ticks_the_one_in_use(untrusted, pa
 def test_switching_changes_nothing_in_the_notebook(untrusted, page):
     # JupyterLab itself writes the name and the version of the kernel into the notebook.
     written = "it => it.getMetadata('kernelspec') && it.getMetadata('language_info').version"
-    page.wait_for_function(f"() => ({written})(jupyterapp.shell.currentWidget.content.model)")
+    lab.wait_until(page, f"() => ({written})(jupyterapp.shell.currentWidget.content.model)")
     lab.ask(page, "(app, panel) => { panel.context.model.dirty = false; }")
     before = lab.ask(page, "(app, panel) => JSON.stringify(panel.context.model)")
     for language in LABELS:
@@ -131,7 +156,7 @@ def test_other_tabs_follow_and_nonsense_means_both(untrusted, page):
     other.goto(page.url.partition("/lab")[0] + "/api")
     for kept, language in {"zh": "zh", "nonsense": "both"}.items():
         other.evaluate("kept => localStorage.setItem('hooklab-language', kept)", kept)
-        page.wait_for_function("it => document.documentElement.dataset.hooklabLanguage === it", arg=language)
+        lab.wait_until(page, "it => document.documentElement.dataset.hooklabLanguage === it", language)
         expect_language(page, language)
     other.close()
 
