@@ -109,10 +109,25 @@ class Features(Installed, Mapping[str, Any]):
 
     def _recorders(self) -> Callable[[str], Callable]:
         """Makes the hooks. All that they use but the name is shared, so that it stays in a core's cache."""
-        quick, note, look, task = self._quick, self._log.append, self._look, graph_task
+        quick, note, look, task, keep = self._quick, self._log.append, self._look, graph_task, self._keep
 
-        def recorder(name: str) -> Callable:
-            # Every line here is paid for in every call of every layer.
+        # Every line here is paid for in every call of every layer.
+        def keeping(name: str) -> Callable:
+            def hook(module: nn.Module, args: tuple, output: Any) -> None:
+                if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
+                    try:
+                        kept = keep(output)
+                    except Exception as error:
+                        _blame_keep(error, name)
+                        raise
+                    plain = kept.__class__ is Tensor and not kept.is_inference()
+                    note((name, kept, kept._version if plain else _versions(kept)))
+                else:
+                    look(name, output)
+
+            return hook
+
+        def detaching(name: str) -> Callable:
             def hook(module: nn.Module, args: tuple, output: Any) -> None:
                 if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
                     try:
@@ -125,7 +140,7 @@ class Features(Installed, Mapping[str, Any]):
 
             return hook
 
-        return recorder
+        return detaching if self._detaches else keeping
 
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
@@ -134,7 +149,7 @@ class Features(Installed, Mapping[str, Any]):
         try:
             kept = self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
         except Exception as error:
-            error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
+            _blame_keep(error, name)
             raise
         if self._running:
             self._log.append((name, kept, _versions(kept)))
@@ -159,7 +174,7 @@ class Features(Installed, Mapping[str, Any]):
             self._sorted = NOTHING
             self._quick.clear()
             # Asking an inference tensor for its version takes longer than a layer.
-            if self._detaches and not self._wanted and not torch.is_inference_mode_enabled():
+            if not self._wanted and not torch.is_inference_mode_enabled():
                 self._quick.append(True)
         running.append(thread)
 
@@ -231,6 +246,10 @@ class Calls(Mapping[str, list[Any]]):
 def _without_graph(tensor: Tensor) -> Tensor:
     # Without a graph there is nothing to detach from.
     return tensor if tensor.__class__ is Tensor and not tensor.requires_grad else tensor.detach()
+
+
+def _blame_keep(error: Exception, name: str) -> None:
+    error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
 
 
 def _versions(kept: Any) -> Any:

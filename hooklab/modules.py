@@ -1,10 +1,13 @@
 """Part 2 of the course: find the layers of a model, watch them run, keep what they return."""
 
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from hooklab import _refuse
 from hooklab._features import Features
@@ -14,6 +17,8 @@ from hooklab._select import callable_layers, chosen, down_to
 from hooklab._verbose import Verbose
 
 __all__ = ["clip_gradients", "features", "layer_statistics", "select", "verbose", "with_grad"]
+
+OURS = -1  # the number of a hook that has no handle; those of handles begin at 0
 
 
 def select(model: nn.Module, *patterns: str | type[nn.Module]) -> dict[str, nn.Module]:
@@ -162,15 +167,24 @@ def with_grad(tensor: Tensor) -> Tensor:
         raise TypeError(
             f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"
         )
-    kept = tensor.detach().clone()
-    if tensor.grad_fn is not None:
-
-        def arrived(grad: Tensor | None) -> None:
-            if grad is not None:
-                kept.grad = grad.detach() if grad.requires_grad else grad
-
-        tensor.register_hook(arrived)
+    kept = tensor.data.clone()
+    if (node := tensor.grad_fn) is not None:
+        _hang_on(tensor, node, partial(_arrived, kept))
     return kept
+
+
+def _hang_on(tensor: Tensor, node: Node, hook: Callable) -> None:
+    """`tensor.register_hook(hook)` without the handle, which takes longer to make than a small layer to run."""
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = OrderedDict({OURS: hook})
+        node._register_hook_dict(tensor)
+    else:
+        tensor.register_hook(hook)
+
+
+def _arrived(kept: Tensor, grad: Tensor | None) -> None:
+    if grad is not None:
+        kept.grad = grad.detach() if grad.requires_grad else grad
 
 
 def layer_statistics(

@@ -524,3 +524,24 @@ def test_with_grad_does_not_keep_the_graph(model, x):
     with features(model, "1", keep=with_grad) as f:
         assert not graph_is_alive(model, x)
         assert f["1"].grad is None
+
+
+def test_the_hook_of_with_grad_is_one_among_others():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x.chunk(2)  # two outputs of one Node
+
+    model = nn.Sequential(nn.Linear(4, 3), Halves())
+    with features(model, "1", keep=with_grad) as f, features(model, "1", keep=with_grad) as again:
+        one, two = model(torch.ones(2, 4))
+    doubled = two.register_hook(lambda grad: 2 * grad)
+    removed = two.register_hook(lambda grad: 1 / 0)
+    assert len(hooks_on(two)) == 4
+    removed.remove()
+    two.retain_grad()
+    (one.sum() + 3 * two.sum()).backward()
+    for kept in f["1"], again["1"]:
+        assert [half.grad.unique().item() for half in kept] == [1, 3]  # before the hook that came later
+    assert two.grad.unique().item() == 6
+    doubled.remove()
+    assert [record.kind for record in hooks_on(two)] == ["tensor hook", "tensor hook", "retain_grad"]
