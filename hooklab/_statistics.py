@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-CHUNK = 131_072  # numbers: small enough for a core's cache, large enough that few calls are made
+CHUNK = 65_536  # numbers: with its copies small enough for a core's cache, large enough that few calls are made
 TWO_CALLS = 32_768  # numbers: from here on amin and amax are faster than aminmax
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
@@ -78,7 +78,8 @@ class Running:
 
     def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
             tensor = _plain(tensor)
         number = tensor.numel()
@@ -128,8 +129,12 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [_merged(self._pending)]
             return
-        parts = math.ceil(tensor.numel() / CHUNK)
-        for part in (tensor,) if parts == 1 and tensor.is_contiguous() else tensor.flatten().chunk(parts):
+        number = tensor.numel()
+        if number <= CHUNK and tensor.is_contiguous():
+            parts = (tensor,)
+        else:
+            parts = tensor.flatten().chunk(math.ceil(number / CHUNK))
+        for part in parts:
             self._add(*(_fast(part) or _careful(part.flatten()).tolist()))
 
     def _fetch(self) -> None:
