@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-CHUNK = 65_536  # numbers: with its copies small enough for a core's cache, large enough that few calls are made
+CHUNK = 65_536  # numbers: small enough for a core's cache with its copies, large enough for few calls
 TWO_CALLS = 32_768  # numbers: from here on amin and amax are faster than aminmax
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
@@ -129,12 +129,8 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [_merged(self._pending)]
             return
-        number = tensor.numel()
-        if number <= CHUNK and tensor.is_contiguous():
-            parts = (tensor,)
-        else:
-            parts = tensor.flatten().chunk(math.ceil(number / CHUNK))
-        for part in parts:
+        few = math.ceil(tensor.numel() / CHUNK)
+        for part in (tensor,) if few == 1 and tensor.is_contiguous() else tensor.flatten().chunk(few):
             self._add(*(_fast(part) or _careful(part.flatten()).tolist()))
 
     def _fetch(self) -> None:
