@@ -22,12 +22,8 @@ class Geometry:
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.dtype, self.device, self.conj = tensor.dtype, tensor.device, tensor.is_conj()
         if tensor.is_contiguous():
-            self.core, self.span, self.has_gaps, self.nbytes = (
-                self.shape,
-                tensor.numel(),
-                False,
-                tensor.nbytes,
-            )
+            self.core, self.span, self.has_gaps = self.shape, tensor.numel(), False
+            self.nbytes = tensor.nbytes
             return
         sizes = list(zip(self.shape, self.strides, strict=True))
         self.core = tuple(1 if stride == 0 else size for size, stride in sizes)

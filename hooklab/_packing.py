@@ -1,13 +1,15 @@
 """What every pair of saved-tensor hooks here needs: hold a tensor safely, and notice edits as autograd would."""
 
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import graph
 
-__all__ = ["hold", "installed", "outer_hooks", "refuse_compiling", "refuse_edited", "unhold", "version_probe"]
+__all__ = ["hold", "installed", "is_parameter", "outer_hooks", "refuse_compiling", "refuse_edited", "unhold"]
+__all__ += ["version_probe", "warn_of_nothing"]
 
 
 def hold(tensor: Tensor) -> tuple[Tensor, int]:
@@ -25,6 +27,11 @@ def unhold(held: tuple[Tensor, int]) -> Tensor:
     if tensor._version != version:
         refuse_edited(f"{tensor.type()} {list(tensor.shape)}", tensor._version, version)
     return tensor
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """True for a parameter and a view of it, whichever model it belongs to."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def refuse_edited(what: str, found: int, expected: int) -> None:
@@ -47,6 +54,15 @@ def refuse_compiling(what: str) -> None:
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what} cannot be opened inside torch.compile; open it around the call of the compiled model"
+        )
+
+
+def warn_of_nothing(what: str, model: nn.Module | None) -> None:
+    """At the end of a block in which nothing was saved, though something should have been."""
+    if model is not None and torch.is_grad_enabled():
+        warnings.warn(
+            f"{what}: nothing was saved for backward inside the block: was the model called there, with grad on?",
+            stacklevel=3,
         )
 
 

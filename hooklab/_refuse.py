@@ -62,12 +62,12 @@ def bounds(function: str, min: float | None, max: float | None) -> dict[str, flo
     return given
 
 
-def count(function: str, name: str, value: object) -> int:
-    """`value` as a whole number of at least 0."""
+def count(function: str, name: str, value: object, least: int = 0) -> int:
+    """`value` as a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{function}({name}=...): expected a whole number, found {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{function}({name}={value}): expected 0 or more")
+    if value < least:
+        raise ValueError(f"{function}({name}={value}): expected {least} or more")
     return int(value)
 
 

@@ -1,7 +1,6 @@
 """What `saved_tensors` returns: a record of every tensor that autograd saves, and of what is still held."""
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -12,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-from hooklab._packing import hold, installed, outer_hooks, refuse_compiling, unhold
+from hooklab._packing import (
+    hold,
+    installed,
+    is_parameter,
+    outer_hooks,
+    refuse_compiling,
+    unhold,
+    warn_of_nothing,
+)
 from hooklab._table import table
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
@@ -143,11 +150,8 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._leave()
-        if self._model is not None and kind is None and not self._records and torch.is_grad_enabled():
-            warnings.warn(
-                "saved_tensors: nothing was saved inside the block: was the model called there, with grad on?",
-                stacklevel=2,
-            )
+        if kind is None and not self._records:
+            warn_of_nothing("saved_tensors", self._model)
 
     def _leave(self) -> None:
         contexts, self._contexts, self._ours = self._contexts, None, None
@@ -186,18 +190,9 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def _record(self, tensor: Tensor) -> SavedTensor:
         number, held, owner = self._storage(tensor)
-        module = self._running[-1] if self._running else ""
-        record = SavedTensor(
-            module,
-            "",
-            tuple(tensor.shape),
-            tensor.dtype,
-            nbytes(tensor),
-            number,
-            held,
-            tensor._version,
-            owner,
-        )
+        module, shape = self._running[-1] if self._running else "", tuple(tensor.shape)
+        memory = nbytes(tensor), number, held, tensor._version, owner
+        record = SavedTensor(module, "", shape, tensor.dtype, *memory)
         self._records.append(record)
         self._unnamed.append(record)
         self._holders[number] = self._holders.get(number, 0) + 1
@@ -217,7 +212,7 @@ class SavedTensors(Sequence[SavedTensor]):
             number = self._count
             self._numbers[id(storage)] = weakref.ref(storage), number
         owner = self._owners.get(id(storage), "")
-        if not owner and (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)):
+        if not owner and is_parameter(tensor):
             owner = "parameter"
         return number, storage.nbytes(), owner
 
@@ -260,14 +255,12 @@ def nbytes(tensor: Tensor) -> int:
     if tensor.layout == torch.strided:
         return tensor.nbytes
     if tensor.layout == torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    indices = (
-        (tensor.crow_indices(), tensor.col_indices())
-        if rows
-        else (tensor.ccol_indices(), tensor.row_indices())
-    )
-    return sum(part.nbytes for part in (*indices, tensor.values()))
+        parts = tensor._indices(), tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    else:
+        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return sum(part.nbytes for part in parts)
 
 
 def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:

@@ -4,12 +4,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from hooklab import _refuse
 
 __all__ = ["Segments"]
 
@@ -167,11 +168,4 @@ def _check_one(name: str, module: nn.Module, blocks: Any) -> None:
             f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
             f"{type(module).__name__}"
         )
-    if isinstance(blocks, bool) or not isinstance(blocks, Integral):
-        raise TypeError(
-            f"checkpoint_segments: blocks per segment of {name!r}: expected a whole number, found {blocks!r}"
-        )
-    if blocks < 1:
-        raise ValueError(
-            f"checkpoint_segments: blocks per segment of {name!r}: expected 1 or more, found {blocks}"
-        )
+    _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from hooklab import _refuse
 from hooklab._offload import Packed, Queue
-from hooklab._packing import hold, installed, refuse_compiling, unhold
+from hooklab._packing import hold, installed, is_parameter, refuse_compiling, unhold, warn_of_nothing
 from hooklab._saved_tensors import SavedTensors, owned
 from hooklab._segments import Segments
 from hooklab.stores import Disk, PinnedMemory
@@ -163,38 +162,30 @@ class Offload:
 
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
-        opened = _opened()
-        if self._model is not None and any(model is self._model for model, _ in opened):
+        if self._model is not None and any(model is self._model for model, _ in _opened.blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
         hooks = installed(self._pack, self._unpack)
         hooks.__enter__()
-        opened.append((self._model, hooks))
+        _opened.blocks.append((self._model, hooks))
         self._saved_any = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        model, hooks = _opened().pop()
+        model, hooks = _opened.blocks.pop()
         hooks.__exit__(kind, *exc_info)
-        if model is not None and kind is None and not self._saved_any and torch.is_grad_enabled():
-            warnings.warn(
-                "Offload: nothing was saved for backward inside the block: was the model called there, with grad on?",
-                stacklevel=2,
-            )
+        if kind is None and not self._saved_any:
+            warn_of_nothing("Offload", model)
 
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
 
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         self._saved_any = True
-        if type(tensor) not in (Tensor, nn.Parameter) or not _is_plain(tensor):
+        if not _is_plain(tensor) or is_parameter(tensor):
             return hold(tensor)
         storage = tensor.untyped_storage()
-        if (
-            id(storage) in self._own
-            or isinstance(tensor, nn.Parameter)
-            or isinstance(tensor._base, nn.Parameter)
-        ):
+        if id(storage) in self._own:
             return hold(tensor)
         if storage.nbytes() < self._min_bytes or not self._reaches(tensor):
             with self._queue.lock:
@@ -211,7 +202,7 @@ def _store(to: Any) -> Any:
     if to == "disk":
         return Disk()
     if to == "cpu":
-        return _shared_memory() if torch.cuda.is_available() else None
+        return _shared.setdefault("cpu", PinnedMemory()) if torch.cuda.is_available() else None
     missing = [name for name in ("write", "read") if not callable(getattr(to, name, None))]
     if isinstance(to, str) or missing:
         found = f"{to!r}" if isinstance(to, str) else f"{type(to).__name__} without {' and '.join(missing)}"
@@ -222,31 +213,22 @@ def _store(to: Any) -> Any:
     return to
 
 
-_pinned: weakref.ref[PinnedMemory] | None = None
+# One memory for all `Offload(to="cpu")`, as long as one of them, or its graph, is alive: pinning is slow.
+_shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDictionary()
 
 
-def _shared_memory() -> PinnedMemory:
-    """One for all `Offload(to="cpu")`, as long as one of them, or its graph, is alive: pinning is slow."""
-    global _pinned
-    memory = _pinned() if _pinned is not None else None
-    if memory is None:
-        memory = PinnedMemory()
-        _pinned = weakref.ref(memory)
-    return memory
-
-
-_local = threading.local()
-
-
-def _opened() -> list[tuple[nn.Module | None, Any]]:
+class _Opened(threading.local):
     """The blocks that are open in this thread: each with its model and its hooks."""
-    if not hasattr(_local, "opened"):
-        _local.opened = []
-    return _local.opened
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[nn.Module | None, Any]] = []
+
+
+_opened = _Opened()
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """True for an ordinary tensor, which is no more than bytes in a memory of its own."""
-    return tensor.layout == torch.strided and not (
-        tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor.numel() == 0
-    )
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg())

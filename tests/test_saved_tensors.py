@@ -419,7 +419,7 @@ def test_a_block_cannot_be_opened_twice_at_a_time():
 
 def test_a_model_that_is_not_called_is_announced():
     with (
-        pytest.warns(UserWarning, match="nothing was saved inside the block"),
+        pytest.warns(UserWarning, match="nothing was saved for backward inside the block"),
         saved_tensors(nn.Linear(2, 2)),
     ):
         pass
