@@ -176,10 +176,15 @@ def cells(page) -> list[dict]:
         page,
         """async (app, panel) => {
           await Promise.allSettled([...panel.node.querySelectorAll('img')].map(image => image.decode()));
+          const printed = output => output.dataset.mimeType === 'application/vnd.jupyter.stdout';
+          const text = outputs => {  // a warning may come in the middle of what is printed, or after it
+            const others = outputs.filter(output => !printed(output)).map(output => output.textContent);
+            return [outputs.filter(printed).map(output => output.textContent).join(''), ...others].join('\\n');
+          };
           return panel.content.widgets.map(({ model, node }) => ({
             count: model.executionCount ?? null,
             markdown: node.querySelector('.jp-MarkdownOutput')?.textContent ?? '',
-            output: [...node.querySelectorAll('.jp-OutputArea-output')].map(output => output.textContent).join('\\n'),
+            output: text([...node.querySelectorAll('.jp-OutputArea-output')]),
             errors: model.outputs?.toJSON().filter(output => output.output_type === 'error').length ?? 0,
             images: [...node.querySelectorAll('img, .jp-RenderedSVG svg')].map(
               image => image.naturalWidth ?? image.getBoundingClientRect().width),
