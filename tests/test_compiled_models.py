@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import mlp
 
-from hooklab import features, layer_statistics, verbose
+from hooklab import features, layer_statistics, verbose, with_grad
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +80,14 @@ def test_what_comes_after_compiling_is_announced(model, how):
         ) as caught:
             call(compiled, "1").remove()
         assert caught[0].filename == __file__
+
+
+def test_with_grad_is_right_in_a_model_compiled_afterwards(model, x):
+    hidden = model[:2](x)
+    (expected,) = torch.autograd.grad(model[2](hidden).sum(), hidden)
+    with features(model, "1", keep=with_grad) as f:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            compiled(x).sum().backward()
+            assert torch.equal(f["1"].grad, expected)
+            assert torch.equal(f["1"], hidden)

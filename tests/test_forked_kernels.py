@@ -89,12 +89,21 @@ def test_what_is_read_at_import_gets_a_kernel_that_starts_afresh():
         assert evaluate(client, "torch.get_num_threads()", "import torch") == 1
 
 
-def test_without_a_server_kernels_are_plain(tmp_path, monkeypatch):
+def elsewhere(context):
+    context.setattr(sys, "platform", "darwin")
+
+
+def afresh(context):
+    context.setenv("HOOKLAB_FORK", "0")
+
+
+@pytest.mark.parametrize("without", [elsewhere, afresh])
+def test_without_a_server_kernels_are_plain(without, tmp_path, monkeypatch):
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(sys, "platform", "darwin")
+    with monkeypatch.context() as context:
+        without(context)
         with forked_kernels.server(tmp_path):
-            pass
+            assert not (tmp_path / "server").exists()
     with kernel() as (_, client):
         assert not evaluate(client, FORKED)
         assert evaluate(client, "1 + 1") == 2
