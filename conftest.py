@@ -32,9 +32,8 @@ def pytest_configure(config):
     environment = undone_at_the_end.enter_context(pytest.MonkeyPatch.context())
     # A kernel or a start-up file of the person who runs the tests must not change what cells print.
     environment.setenv("IPYTHONDIR", str(folder / "ipython"))
-    if (
-        forked_kernels.SHARED not in os.environ
-    ):  # else this is a process or a test of a session that has its kernels
+    # A process or a test of a run that has its kernels uses those.
+    if forked_kernels.SHARED not in os.environ:
         undone_at_the_end.enter_context(forked_kernels.server(folder / "data"))
         environment.setenv(forked_kernels.SHARED, str(folder / "data"))
     environment.setenv("JUPYTER_DATA_DIR", os.environ[forked_kernels.SHARED])

@@ -55,9 +55,8 @@ def started():
 def notebook(request, page, folder, started):
     """The name of a notebook of the course and the cells in its file. On the page all its cells have run."""
     cells = read(FOLDER / request.param)["cells"]
-    for name in wanted(request.session.items, request.param)[
-        :2
-    ]:  # the next one runs while this one is looked at
+    # The next one runs while this one is looked at.
+    for name in wanted(request.session.items, request.param)[:2]:
         if name not in started:
             lab.start(page, name)
             started.add(name)
