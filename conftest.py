@@ -11,13 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent
 # What takes longest. It begins first, and the short rest fills the gaps: so all processes of a run end together.
-LONGEST = [
-    "test_browser.py",
-    "test_notebooks.py",
-    "test_torchvision_models.py",
-    "test_harness.py",
-    "test_checks.py",
-]
+LONGEST = ["test_browser.py", "test_notebooks.py", "test_torchvision_models.py", "test_harness.py"]
+LONGEST += ["test_forked_kernels.py", "test_project.py", "test_checks.py", "test_lesson.py", ".ipynb", ""]
 
 # Before PyTorch is loaded: a thread that waits for work sleeps. It would spin, on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -40,7 +35,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    def rank(item):
+        return [item.path.name.endswith(name) for name in LONGEST].index(True)
+
+    items.sort(key=rank)
 
 
 def pytest_collection_finish():

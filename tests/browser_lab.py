@@ -38,7 +38,7 @@ SETTINGS = {
 
 def find_browser(playwright) -> str:
     """The path of a Chromium; without one the tests are skipped, or fail where HOOKLAB_REQUIRE_BROWSER=1."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
     paths = [os.environ.get("HOOKLAB_CHROME"), *map(shutil.which, names)]
     if Path(playwright.chromium.executable_path).exists():
         paths.append(playwright.chromium.executable_path)
