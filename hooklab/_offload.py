@@ -100,7 +100,9 @@ class Queue:
         self.ahead = Room(prefetch)  # read before it is wanted
         self.again = Room(prefetch)  # read, and wanted a second time
         self.waiting: deque[weakref.ref[Packed]] = deque()
-        self.found: dict[tuple, weakref.ref[Packed]] = {}  # what is saved again is found here
+        self.found: weakref.WeakValueDictionary[tuple, Packed] = (
+            weakref.WeakValueDictionary()
+        )  # by place and version
         self.waiting_bytes = self.moved_bytes = self.kept_bytes = 0
         self.newest: weakref.ref[Packed] | None = None
         self.reached: weakref.ref[Packed] | None = None  # how far reading ahead has come
@@ -112,26 +114,21 @@ class Queue:
         place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = (*place, tensor._version, tensor.is_conj())
         with self.lock:
-            packed = self.found[key]() if key in self.found else None
+            packed = self.found.get(key)
             # A new storage may have the id of a dead one.
             if packed is None or packed.storage() is not storage:
-                packed = Packed(self, tensor)
-                self.append(key, packed)
+                self.found[key] = packed = Packed(self, tensor)
+                self.append(packed)
                 self.make_room()
             packed.uses += 1
         return packed
 
-    def append(self, key: tuple, packed: Packed) -> None:
+    def append(self, packed: Packed) -> None:
         packed.number = next(self.numbers)
-        packed.older, self.newest = self.newest, weakref.ref(packed, lambda gone: self.forget(key, gone))
-        self.found[key] = self.newest
+        packed.older, self.newest = self.newest, weakref.ref(packed)
         self.waiting.append(self.newest)
         self.waiting_bytes += packed.nbytes
         self.kept_bytes += packed.nbytes
-
-    def forget(self, key: tuple, gone: "weakref.ref[Packed]") -> None:
-        if self.found.get(key) is gone:
-            del self.found[key]
 
     def make_room(self) -> None:
         while self.waiting and (self.waiting_bytes > self.keep or self.waiting[0]() is None):

@@ -2,10 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self.events: list[tuple[str, str]] = []
         self._model = model
         self._records: list[SavedTensor] = []
-        self._numbers: dict[int, tuple[Any, int]] = {}  # of storages: (weak reference, number), by id
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of storages
         self._count = 0
         self._holders: dict[int, int] = {}  # how many saved tensors hold a storage, by number
         self._unnamed: list[SavedTensor] = []  # saved, and the Node is not there yet
@@ -88,14 +88,12 @@ class SavedTensors(Sequence[SavedTensor]):
     @property
     def unique_bytes(self) -> int:
         """Of the memory behind them, each counted once: what autograd keeps alive."""
-        return sum(self._storages().values())
+        return sum(_memories(self._records).values())
 
     @property
     def parameter_bytes(self) -> int:
         """Of parameters and buffers among the unique ones: they live anyway."""
-        return sum(
-            {record.storage: record.storage_bytes for record in self._records if record.owner}.values()
-        )
+        return sum(_memories(record for record in self._records if record.owner).values())
 
     def table(self) -> str:
         """A line for each module: tensors saved, their bytes, and the bytes nobody before it had saved."""
@@ -103,7 +101,7 @@ class SavedTensors(Sequence[SavedTensor]):
         seen: set[int] = set()
         for module in dict.fromkeys(record.module for record in self._records):
             records = [record for record in self._records if record.module == module]
-            new = {r.storage: r.storage_bytes for r in records if r.storage not in seen and not r.owner}
+            new = _memories(r for r in records if r.storage not in seen and not r.owner)
             seen.update(new)
             operations = dict.fromkeys(_short(record.operation) for record in records)
             sizes = (len(records), sum(record.bytes for record in records), sum(new.values()))
@@ -112,10 +110,6 @@ class SavedTensors(Sequence[SavedTensor]):
         rows.append(("total", "", *(f"{size:,}" for size in (len(self), self.total_bytes, new_bytes))))
         return table(rows, left=2)
 
-    @overload
-    def __getitem__(self, index: int) -> SavedTensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SavedTensor]: ...
     def __getitem__(self, index: Any) -> Any:
         return self._records[index]
 
@@ -136,8 +130,8 @@ class SavedTensors(Sequence[SavedTensor]):
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._contexts, self._thread = ExitStack(), _thread()
         try:
-            for module, name in _named_once(self._model):
-                self._hang_on(module, name)
+            for name, module in self._model.named_modules() if self._model is not None else ():
+                self._hang_on(module, name or type(module).__name__)
             self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
             self._contexts.enter_context(installed(*self._packing()))
             self._ours = outer_hooks()
@@ -206,15 +200,11 @@ class SavedTensors(Sequence[SavedTensor]):
         except (RuntimeError, NotImplementedError):  # sparse: it has none of its own
             self._count += 1
             return self._count, nbytes(tensor), ""
-        reference, number = self._numbers.get(id(storage), (None, 0))
-        if reference is None or reference() is not storage:
+        if storage not in self._numbers:
             self._count += 1
-            number = self._count
-            self._numbers[id(storage)] = weakref.ref(storage), number
-        owner = self._owners.get(id(storage), "")
-        if not owner and is_parameter(tensor):
-            owner = "parameter"
-        return number, storage.nbytes(), owner
+            self._numbers[storage] = self._count
+        owner = self._owners.get(id(storage), "parameter" if is_parameter(tensor) else "")
+        return self._numbers[storage], storage.nbytes(), owner
 
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ == "AccumulateGrad":  # a leaf's: it saves nothing
@@ -233,9 +223,6 @@ class SavedTensors(Sequence[SavedTensor]):
         held = self.held[-1] if self.held else 0
         self.held.append(held if record.owner else held + change)
         self.events.append((record.module, event))
-
-    def _storages(self) -> dict[int, int]:
-        return {record.storage: record.storage_bytes for record in self._records}
 
 
 class Saved:
@@ -271,10 +258,9 @@ def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _named_once(model: nn.Module | None) -> Iterator[tuple[nn.Module, str]]:
-    if model is not None:
-        for name, module in model.named_modules():
-            yield module, name or type(module).__name__
+def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:
+    """The bytes of each memory that they lie in, by its number."""
+    return {record.storage: record.storage_bytes for record in records}
 
 
 def _short(operation: str) -> str:

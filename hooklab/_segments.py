@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any
@@ -29,13 +30,7 @@ class Segmented(nn.Sequential):
         while segment := list(islice(blocks, self._hooklab_blocks)):
             if torch.is_grad_enabled():
                 buffers = Buffers(segment)
-                input = checkpoint(
-                    run,
-                    segment,
-                    input,
-                    use_reentrant=False,
-                    context_fn=lambda buffers=buffers: (buffers.first, buffers),
-                )
+                input = checkpoint(run, segment, input, use_reentrant=False, context_fn=buffers.contexts)
             else:
                 input = run(segment, input)
         return input
@@ -56,17 +51,25 @@ class Buffers:
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
-        self.first = First(self)
         self.before: dict[tuple[nn.Module, str], Tensor] = {}  # those that the forward has changed
         self.real: list[dict[tuple[nn.Module, str], Tensor]] = []
 
     def now(self) -> dict[tuple[nn.Module, str], Tensor]:
-        return {
-            (owner, name): buffer
-            for owner in self.owners
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        }
+        places = ((owner, name) for owner in self.owners for name in owner._buffers)
+        return {(owner, name): b for owner, name in places if (b := owner._buffers[name]) is not None}
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Around the forward, and around computing it again."""
+        return self.first(), self
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Notes which buffers the forward changes, and what they were."""
+        found = {place: (b, b._version, b.detach().clone()) for place, b in self.now().items()}
+        yield
+        for (owner, name), (buffer, version, copy) in found.items():
+            if owner._buffers.get(name) is not buffer or buffer._version != version:
+                self.before[owner, name] = copy
 
     def __enter__(self) -> None:
         self.real.append(self.now())
@@ -78,30 +81,14 @@ class Buffers:
             owner._buffers[name] = buffer
 
 
-class First:
-    """Around the forward: notes which buffers it changes, and what they were."""
-
-    def __init__(self, buffers: Buffers):
-        self.buffers = buffers
-
-    def __enter__(self) -> None:
-        self.found = {place: (b, b._version, b.detach().clone()) for place, b in self.buffers.now().items()}
-
-    def __exit__(self, *exc_info: object) -> None:
-        for (owner, name), (buffer, version, copy) in self.found.items():
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
-                self.buffers.before[owner, name] = copy
-        del self.found
-
-
 class Segments:
     """The Sequentials that run in segments: what `checkpoint_segments` returns."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
         self._switched: dict[str, tuple[nn.Sequential, type]] = {}
-        for name, module, blocks in _checked(model, plan):
+        for name, module in _checked(model, plan).items():
             self._switched[name] = module, type(module)
-            module._hooklab_blocks, module._hooklab_called = blocks, False
+            module._hooklab_blocks, module._hooklab_called = plan[name], False
             module.__class__ = _segmented(type(module))
 
     def remove(self) -> None:
@@ -133,8 +120,8 @@ def _segmented(kind: type) -> type:
     return Segmented if kind is nn.Sequential else type(kind.__name__, (Segmented, kind), {})
 
 
-def _checked(model: nn.Module, plan: Mapping[str, int]) -> Iterator[tuple[str, nn.Sequential, int]]:
-    """Everything is checked before the first is given out."""
+def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequential]:
+    """What the plan names; everything is checked before the first is switched."""
     if not isinstance(plan, Mapping):
         raise TypeError(
             'checkpoint_segments: plan should map names to blocks per segment, {"layer1": 1, "layer2": 2}; '
@@ -142,8 +129,7 @@ def _checked(model: nn.Module, plan: Mapping[str, int]) -> Iterator[tuple[str, n
         )
     if not plan:
         raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
+    modules, found = dict(model.named_modules(remove_duplicate=False)), {}
     for name, blocks in plan.items():
         if name not in modules:
             sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
@@ -151,21 +137,18 @@ def _checked(model: nn.Module, plan: Mapping[str, int]) -> Iterator[tuple[str, n
                 get_close_matches(str(name), modules) or sequentials[:5] or ["no Sequential in this model"]
             )
             raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {', '.join(close)}")
-        _check_one(name, modules[name], blocks)
-        if any(module is modules[name] for _, module, _ in found):
+        module = modules[name]
+        if isinstance(module, Segmented):
+            raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
+        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+            raise TypeError(
+                f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
+                f"{type(module).__name__}"
+            )
+        _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
+        if module in found.values():
             raise ValueError(
                 f"checkpoint_segments: {name!r} is another name of a layer that the plan has already"
             )
-        found.append((name, modules[name], blocks))
-    return iter(found)
-
-
-def _check_one(name: str, module: nn.Module, blocks: Any) -> None:
-    if isinstance(module, Segmented):
-        raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        raise TypeError(
-            f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
-            f"{type(module).__name__}"
-        )
-    _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
+        found[name] = module
+    return found

@@ -3,7 +3,7 @@
 import math
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,13 +142,12 @@ class Offload:
     ):
         if model is not None:
             _refuse.no_module("Offload", model)
-        self._model = model
-        self._keep = _refuse.count("Offload", "keep", keep)
-        self._prefetch = _refuse.count("Offload", "prefetch", prefetch)
+        self._model, store = model, _store(to)
+        keep = _refuse.count("Offload", "keep", keep)
+        prefetch = _refuse.count("Offload", "prefetch", prefetch)
         self._min_bytes = _refuse.count("Offload", "min_bytes", min_bytes)
-        store = _store(to)
         self._reaches = getattr(store, "reaches", lambda tensor: True)
-        self._queue = Queue(store, math.inf if store is None else self._keep, self._prefetch)
+        self._queue = Queue(store, math.inf if store is None else keep, prefetch)
         self._own: dict[int, Any] = {}  # the storages of parameters and buffers, by id
         self._saved_any = False
 
@@ -167,12 +166,12 @@ class Offload:
         self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
         hooks = installed(self._pack, self._unpack)
         hooks.__enter__()
-        _opened.blocks.append((self._model, hooks))
+        _opened.blocks = *_opened.blocks, (self._model, hooks)
         self._saved_any = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        model, hooks = _opened.blocks.pop()
+        *_opened.blocks, (model, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
         if kind is None and not self._saved_any:
             warn_of_nothing("Offload", model)
@@ -218,10 +217,9 @@ _shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDicti
 
 
 class _Opened(threading.local):
-    """The blocks that are open in this thread: each with its model and its hooks."""
-
-    def __init__(self) -> None:
-        self.blocks: list[tuple[nn.Module | None, Any]] = []
+    blocks: Sequence[
+        tuple[nn.Module | None, Any]
+    ] = ()  # open in this thread: each with its model and its hooks
 
 
 _opened = _Opened()

@@ -12,6 +12,7 @@ of your own can be this short:
 """
 
 import errno
+import math
 import os
 import shutil
 import tempfile
@@ -44,48 +45,40 @@ class Slot:
         self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
 
     def __del__(self) -> None:
-        self.row.freed.append((self.start, self.nbytes))  # atomic: any thread may be the one that collects
+        self.row.freed.append(
+            (self.start, self.start + _aligned(self.nbytes))
+        )  # atomic: any thread may collect
 
 
 class Row:
-    """Which bytes of a row are taken. The smallest gap that fits is used; neighbouring gaps join."""
+    """Which bytes of a row are free. The smallest gap that fits is used; neighbouring gaps join."""
 
-    def __init__(self, length: int | None = None):
-        self.length = length  # None: it grows
-        self.end = 0  # nothing is taken from here on
-        self.gaps: list[tuple[int, int]] = []  # (start, size), in order, never touching each other
+    def __init__(self, length: float = math.inf):
+        self.gaps: list[tuple[int, float]] = [(0, length)]  # from, to; in order, never touching each other
         self.freed: deque[tuple[int, int]] = deque()  # by slots, not yet among the gaps
 
     def take(self, nbytes: int) -> int | None:
         """Where `nbytes` may begin, or None if the row is full."""
-        self.settle()
+        self.join()
         size = _aligned(nbytes)
-        fitting = [gap for gap in self.gaps if gap[1] >= size]
-        if fitting:
-            start, room = min(fitting, key=lambda gap: gap[1])
-            at = bisect_left(self.gaps, (start, room))
-            self.gaps[at : at + 1] = [(start + size, room - size)] if room > size else []
-            return start
-        if self.length is not None and self.end + size > self.length:
+        fitting = [(end - start, at) for at, (start, end) in enumerate(self.gaps) if end - start >= size]
+        if not fitting:
             return None
-        self.end += size
-        return self.end - size
+        room, at = min(fitting)
+        start, end = self.gaps[at]
+        self.gaps[at : at + 1] = [(start + size, end)] if room > size else []
+        return start
 
-    def settle(self) -> None:
-        """Make gaps of what slots have given back; a gap at the end shortens the row."""
+    def join(self) -> None:
+        """Make gaps of what slots have given back."""
         while self.freed:
-            start, nbytes = self.freed.popleft()
-            size = _aligned(nbytes)
-            at = bisect_left(self.gaps, (start, 0))
-            if at < len(self.gaps) and start + size == self.gaps[at][0]:
-                size += self.gaps.pop(at)[1]
-            if at and sum(self.gaps[at - 1]) == start:
-                before, room = self.gaps.pop(at - 1)
-                at, start, size = at - 1, before, size + room
-            if start + size == self.end:
-                self.end = start
-            else:
-                self.gaps.insert(at, (start, size))
+            start, end = self.freed.popleft()
+            at = bisect_left(self.gaps, (start, end))
+            if at < len(self.gaps) and self.gaps[at][0] == end:
+                end = self.gaps.pop(at)[1]
+            if at and self.gaps[at - 1][1] == start:
+                at, start = at - 1, self.gaps.pop(at - 1)[0]
+            self.gaps.insert(at, (start, end))
 
 
 class Disk:
@@ -135,7 +128,7 @@ class Disk:
             start = self._row.take(flat.nbytes)
         slot = Slot(self._row, start, flat)
         try:
-            self._write_at(_bytes(flat), start)
+            self._move(self._write_some, _bytes(flat), start)
         except OSError as error:
             del slot
             if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
@@ -146,7 +139,7 @@ class Disk:
     def read(self, slot: Slot) -> Tensor:
         """The content of a slot, 1-D, in memory. As often as you like."""
         flat = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype)
-        self._read_at(_bytes(flat), slot.start)
+        self._move(self._read_some, _bytes(flat), slot.start)
         return flat
 
     def prefetch(self, slot: Slot) -> None:
@@ -159,33 +152,30 @@ class Disk:
             f"Disk: a store cannot be copied or pickled, its slots belong to it; make another one: Disk({self.folder!r})"
         )
 
-    def _write_at(self, content: memoryview, start: int) -> None:
-        done = 0
-        while done < len(content):  # one call writes 2 GiB at most, and less on a disk that is nearly full
-            if hasattr(os, "pwrite"):
-                done += os.pwrite(self._file.fileno(), content[done:], start + done)
-            else:
-                with self._lock:
-                    self._file.seek(start + done)
-                    done += self._file.write(content[done:])
-
-    def _read_at(self, content: memoryview, start: int) -> None:
-        done = 0
-        while done < len(content):
-            if hasattr(os, "preadv"):
-                got = os.preadv(self._file.fileno(), [content[done:]], start + done)
-            else:
-                with self._lock:
-                    self._file.seek(start + done)
-                    got = self._file.readinto(content[done:])
-            if not got:
+    def _move(self, some: Callable, rest: memoryview, start: int) -> None:
+        while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
+            if not (done := some(rest, start)):
                 raise OSError(errno.EIO, f"Disk: the file in {self.folder} has been cut short")
-            done += got
+            rest, start = rest[done:], start + done
+
+    def _write_some(self, content: memoryview, start: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._file.fileno(), content, start)
+        with self._lock:
+            self._file.seek(start)
+            return self._file.write(content)
+
+    def _read_some(self, content: memoryview, start: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [content], start)
+        with self._lock:
+            self._file.seek(start)
+            return self._file.readinto(content)
 
     def _full(self, wanted: int) -> str:
         with self._lock:
-            self._row.settle()
-            self._file.truncate(self._row.end)  # what was written of it before the disk was full
+            self._row.join()
+            self._file.truncate(self._row.gaps[-1][0])  # what was written of it before the disk was full
         free = shutil.disk_usage(self.folder).free
         return (
             f"Disk: no room in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
@@ -296,9 +286,8 @@ class PinnedMemory:
                 return PinnedSlot(row, start, flat, memory, self._device.abandon)
         size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
         memory = self._device.pinned(max(size, _aligned(flat.nbytes)))
-        row = Row(memory.nbytes)
-        self._chunks.append((row, memory))
-        return PinnedSlot(row, row.take(flat.nbytes), flat, memory, self._device.abandon)
+        self._chunks.append((Row(memory.nbytes), memory))
+        return self._room(flat)
 
     def _let_go(self) -> None:
         """Forget the sources that are copied; above the bound, computing waits for the oldest."""

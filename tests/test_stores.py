@@ -3,6 +3,7 @@
 import copy
 import errno
 import gc
+import math
 import os
 import pickle
 import subprocess
@@ -29,13 +30,18 @@ def slot(row, nbytes):
     return None if start is None else Slot(row, start, torch.empty(nbytes, dtype=torch.uint8))
 
 
+def end(row):
+    """From here on nothing is taken."""
+    return row.gaps[-1][0]
+
+
 # ---- rows of bytes ----
 
 
 def test_slots_of_a_row_lie_one_after_the_other_and_are_aligned():
     row = Row()
     first, second = slot(row, 1), slot(row, 1000)
-    assert (first.start, second.start, row.end) == (0, ALIGNMENT, ALIGNMENT + 1024)
+    assert (first.start, second.start, end(row)) == (0, ALIGNMENT, ALIGNMENT + 1024)
 
 
 def test_the_room_of_a_slot_is_used_again():
@@ -45,7 +51,7 @@ def test_the_room_of_a_slot_is_used_again():
     third = slot(row, 700)
     assert third.start == 0
     assert second.start == 1024
-    assert row.end == 2048
+    assert end(row) == 2048
 
 
 def test_the_smallest_gap_that_fits_is_taken():
@@ -67,8 +73,8 @@ def test_a_gap_at_the_end_shortens_the_row():
     row = Row()
     slots = [slot(row, ALIGNMENT) for _ in range(3)]
     slots.pop(1), slots.pop(1)
-    row.settle()
-    assert (row.end, row.gaps) == (ALIGNMENT, [])
+    row.join()
+    assert row.gaps == [(ALIGNMENT, math.inf)]
 
 
 def test_a_row_of_fixed_length_says_that_it_is_full():
@@ -90,11 +96,11 @@ def test_no_two_slots_of_a_row_overlap_and_all_room_comes_back(steps):
             slots.append(slot(row, nbytes))
         spans = sorted((one.start, one.start + one.nbytes) for one in slots)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-        row.settle()
-        assert all(sum(left) < right[0] for left, right in pairwise(row.gaps))
+        row.join()
+        assert all(left[1] < right[0] for left, right in pairwise(row.gaps))
     slots.clear()
-    row.settle()
-    assert (row.end, row.gaps) == (0, [])
+    row.join()
+    assert row.gaps == [(0, math.inf)]
 
 
 # ---- disk ----
@@ -132,12 +138,11 @@ def test_disk_reads_a_slot_as_often_as_one_likes():
 def test_disk_holds_10_000_tensors_and_finds_their_room_again():
     store = Disk()
     slots = [store.write(torch.full((100,), number)) for number in range(10_000)]
-    end = store._row.end
-    assert end == 10_000 * 1024
+    assert end(store._row) == 10_000 * 1024
     assert all(store.read(slots[number])[99] == number for number in range(0, 10_000, 97))
     slots.clear()
     slots = [store.write(torch.full((100,), -number)) for number in range(10_000)]
-    assert store._row.end == end
+    assert end(store._row) == 10_000 * 1024
     assert store.read(slots[4321])[0] == -4321
 
 
@@ -212,7 +217,7 @@ def test_a_full_disk_is_named_with_the_bytes_wanted_and_free(tmp_path, monkeypat
     assert store.read(before).tolist() == list(range(100))
     after = store.write(torch.ones(1_000_000))
     assert store.read(after).sum() == 1_000_000
-    assert store._row.end == after.start + 4_000_256  # the failed one left no hole
+    assert end(store._row) == after.start + 4_000_256  # the failed one left no hole
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts a small disk as only Linux does")
@@ -289,8 +294,8 @@ def test_disk_serves_several_threads():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not wrong
-    store._row.settle()
-    assert store._row.end == 0
+    store._row.join()
+    assert end(store._row) == 0
 
 
 # ---- pinned memory, on a device that is slow and forgets ----
