@@ -1,6 +1,8 @@
 """Checks of notebook 13: hooks inside a module."""
 
+import gc
 import warnings
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ def examine_no_negative(answer):
     _examine_neighbour(answer)
     _examine_passed(-leaf.grad)
     _examine_without_grad(answer)
+    _examine_freed(answer)
 
 
 def _examine_values(got, want):
@@ -132,6 +135,22 @@ def _examine_without_grad(answer):
         )
 
 
+def _examine_freed(answer):
+    x = torch.ones(3, requires_grad=True) * 1
+    got = answer(x)
+    tensors = weakref.ref(x), weakref.ref(got)
+    (got * WEIGHT).sum().backward()
+    del x, got
+    gc.collect()
+    if any(tensor() is not None for tensor in tensors):
+        refuse(
+            "never_freed",
+            zh="用完之后张量没有释放：钩子里引用了 `x`，每次前向都多占一份内存（第 2 节）。钩子里只用传给它的 `grad`。",
+            en="The tensor is not freed after use: the hook refers to `x`, so every forward keeps more memory (section 2). "
+            "Use only the `grad` that the hook is given.",
+        )
+
+
 def in_place(x):
     if x.requires_grad:
         x.register_hook(lambda grad: grad.clamp_(min=0))
@@ -193,6 +212,12 @@ def returned_sometimes(x):
         return x
 
 
+def never_freed(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: torch.where(grad < 0, torch.zeros_like(x), grad))
+    return x
+
+
 NO_NEGATIVE = Exercise(
     "13.A",
     examine_no_negative,
@@ -210,6 +235,7 @@ NO_NEGATIVE = Exercise(
         "unchanged": unchanged,
         "masked_by_values": masked_by_values,
         "wrong_values": wrong_side,
+        "never_freed": never_freed,
     },
     zh="训练时管住梯度，验证时不碍事，可以放心写进 `forward`。",
     en="It holds the gradient in training and is out of the way in validation: safe to write into `forward`.",
