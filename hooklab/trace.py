@@ -123,10 +123,35 @@ class Trace:
                 node for node in nodes if hasattr(node, "variable")
             ]  # else a leaf's Node may be made anew
         if len(tensors) > 1:
-            record = self._on_gradient("multi-grad hook", ", ".join(tensors))
-            self._handles.append(
-                graph.register_multi_grad_hook(list(tensors.values()), lambda grads: record(grads[0]))
-            )
+            self._hang_on_all(tensors)
+
+    def _hang_on_all(self, tensors: dict[str, Tensor]) -> None:
+        """As `register_multi_grad_hook`, which raises under `autograd.grad` where one of the tensors is a leaf."""
+        record = self._on_gradient("multi-grad hook", ", ".join(tensors))
+        nodes = [graph.get_gradient_edge(tensor).node for tensor in tensors.values()]
+        waiting: dict[int, int] = {}  # for how many gradients, by the number of the backward
+        first: dict[int, Tensor] = {}  # the gradient of the first tensor
+        lock = threading.Lock()
+
+        def hook_for(index: int) -> Callable:
+            def arrived(grad: Tensor) -> None:
+                run = torch._C._current_graph_task_id()
+                with lock:  # each device has a thread of its own
+                    if run not in waiting:
+                        try:
+                            waiting[run] = sum(map(torch._C._will_engine_execute_node, nodes))
+                        except RuntimeError:
+                            waiting[run] = 0  # of that leaf PyTorch cannot tell: such a hook never fires
+                    waiting[run] -= 1
+                    if waiting[run] >= 0 and index == 0:
+                        first[run] = grad
+                    if waiting[run] == 0:
+                        record(first.pop(run, None))
+
+            return arrived
+
+        for index, tensor in enumerate(tensors.values()):
+            self._handles.append(tensor.register_hook(hook_for(index)))
 
     def _hang_on_node(self, node: graph.Node) -> None:
         kind, inside = type(node).__name__, self._inside()

@@ -1,6 +1,7 @@
 """Every check passes its own solution and refuses every wrong answer for the reason it names."""
 
 import html
+import itertools
 import re
 from functools import cache
 
@@ -8,8 +9,9 @@ import notebook_form
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab import check
+from hooklab import check, features
 from hooklab.exercises.check import Exercise, Prediction, _all_checks, expect_like, refuse
 
 EXERCISES = [item for item in _all_checks() if isinstance(item, Exercise)]
@@ -234,6 +236,11 @@ def test_the_check_printed_in_contributing_works_as_it_stands():
         ([1, 2, 3], torch.tensor([1.0, 2.0]), False),
         (float("nan"), torch.tensor(float("nan")), True),
         (2.01, torch.tensor(2), True),
+        (0.001, 1 / 1024, True),
+        ([0, 0, 0], torch.tensor([1, -1, 1]) / 1024, False),
+        ([1, -0.5, 0.01], [1, -0.5, 0.0101], True),
+        (0, 1e-5, False),
+        (0, 1e-7, True),
         (3, 2, False),
         ("0.0", 0.0, True),
         ("[2, 4]", torch.tensor([2.0, 4.0]), True),
@@ -281,3 +288,133 @@ def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
     message = check.predict("11.4", 1, actual=2)
     assert message.en.startswith("You said `1`; it is `2`. The dictionary's keys are numbers")
     assert message.zh.startswith("你猜的是 `1`，实际是 `2`。")
+
+
+# ---- answers that are right on what is easy alone ----
+
+
+def checkpoint_by_seed(block, x):
+    """Right in the first step, where the seed is the state."""
+    again, number, seed = [], itertools.count(), torch.initial_seed()
+
+    def unpack(index):
+        if not again:
+            collect = saved_tensors_hooks(lambda tensor: again.append(tensor.detach()), print)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), collect:
+                torch.manual_seed(seed)
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda tensor: next(number), unpack):
+        return block(x)
+
+
+def only_divisors(count, layers, budget):
+    """Tries no plan in which the last segment of a layer is a shorter one."""
+    sizes = [[0, *(size for size in range(1, n + 1) if n % size == 0)] for n in layers.values()]
+    plans = [
+        {name: size for name, size in zip(layers, each, strict=True) if size}
+        for each in itertools.product(*sizes)
+    ]
+    fitting = [plan for plan in plans if count(plan)[1] <= budget]
+    if not fitting:
+        raise ValueError("no plan fits")
+    return min(fitting, key=lambda plan: (count(plan)[2], count(plan)[1]))
+
+
+class ShortIndices:
+    """Counts as far as 32,767."""
+
+    def write(self, tensor):
+        content = tensor.clone()
+        bits = content.view(torch.uint8).view(len(content), -1).any(1) if len(content) else content.bool()
+        places = bits.nonzero()[:, 0]
+        return places.to(torch.int16), content[places], len(content)
+
+    def read(self, slot):
+        places, values, length = slot
+        whole = torch.zeros(length, dtype=values.dtype)
+        whole[places.long()] = values
+        return whole
+
+
+def calls_what_can_be_called(pack, unpack, least):
+    """Mistakes what an inner pair has packed for its own."""
+
+    def small_or(tensor):
+        if tensor.numel() >= least:
+            return pack(tensor)
+        held, version = tensor.detach(), tensor._version
+        return lambda: refuse_edited(held, version)
+
+    return small_or, lambda packed: packed() if callable(packed) else unpack(packed)
+
+
+def refuse_edited(tensor, version):
+    if tensor._version != version:
+        raise RuntimeError("modified by an inplace operation")
+    return tensor
+
+
+def first_nan_inside(model, x):
+    """Forgets that the model itself may make it."""
+    found, handles = [], []
+    for name, layer in model.named_modules():
+        if name:
+            hook = lambda module, args, output, name=name: found.append(name) if has_nan(output) else None  # noqa: E731
+            handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def has_nan(value):
+    if isinstance(value, tuple | list):
+        return any(map(has_nan, value))
+    return isinstance(value, torch.Tensor) and bool(value.isnan().any())
+
+
+def mean_of_all(model, name, batches):
+    """One number for all images."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.no_grad(), features(model.eval(), name, keep=torch.mean) as f:
+        means = [f.run(batch)[name] for batch in batches]
+    for module, training in modes.items():
+        module.training = training
+    return sum(means) / len(means)
+
+
+def shapes_in_training(model, x):
+    """Puts the statistics back, but not when the forward raises."""
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    shapes, handles = {}, []
+    for name, child in model.named_children():
+        hook = lambda module, args, output, name=name: shapes.update({name: tuple(output.shape)})  # noqa: E731
+        handles.append(child.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    model.load_state_dict(state)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "reason"),
+    [
+        ("23.A", shapes_in_training, "statistics"),
+        ("23.C", first_nan_inside, "leaves_only"),
+        ("24.B", mean_of_all, "wrong_shape"),
+        ("33.C", ShortIndices, "other_content"),
+        ("34.C", calls_what_can_be_called, "not_restored"),
+        ("35.A", checkpoint_by_seed, "wrong_mask"),
+        ("35.B", only_divisors, "raised"),
+    ],
+)
+def test_an_answer_that_is_right_only_where_it_is_easy_is_refused(exercise, answer, reason):
+    message = check.exercise(exercise, answer)
+    assert (message.kind, message.reason) == ("wrong", reason), message

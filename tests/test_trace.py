@@ -78,6 +78,32 @@ def test_two_tensors_get_a_multi_grad_hook_and_no_node_is_seen_twice():
     assert len(nodes) == len(set(nodes))
 
 
+@pytest.mark.parametrize(("wanted", "multi"), [("x", 0), ("y", 2)])
+def test_tracing_two_tensors_does_not_disturb_autograd_grad(wanted, multi):
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    tensors = {"x": x, "y": y}
+    loss = (y * 3).sum()
+    expected = torch.autograd.grad(loss, tensors[wanted], retain_graph=True)[0]
+    with trace(**tensors) as traced:  # for x a multi-grad hook would raise here
+        for _ in range(2):
+            assert torch.equal(torch.autograd.grad(loss, tensors[wanted], retain_graph=True)[0], expected)
+    assert kinds(event for event in traced.events if event.where == "y")[0] == "tensor hook"
+    assert kinds(traced.events).count("multi-grad hook") == multi
+
+
+def test_a_multi_grad_hook_waits_for_the_gradients_of_each_backward():
+    x, y = (torch.ones(shape, requires_grad=True) * 1 for shape in (2, 3))
+    seen, events = [], []
+    by_hand = torch.autograd.graph.register_multi_grad_hook([x, y], lambda grads: seen.append(grads[0]))
+    with by_hand, trace(x=x, y=y) as traced:
+        for loss in (x.sum() + y.sum(), y.sum(), x.sum()):
+            loss.backward(retain_graph=True)
+            events.append([event.shape for event in traced.events if event.kind == "multi-grad hook"])
+    assert [None if grad is None else tuple(grad.shape) for grad in seen] == events[-1] == [(2,), None, (2,)]
+    assert list(map(len, events)) == [1, 2, 3]
+
+
 def test_no_tensor_hook_but_the_one_asked_for_fires_under_autograd_grad():
     x = torch.ones(2, requires_grad=True)
     y = x * 2

@@ -1,6 +1,7 @@
 """Checks of notebook 14: which hooks fire, and in what order."""
 
 import copy
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -102,6 +103,18 @@ def examine_on_first_gradient(answer):
             en="It was called in `backward()`, but not in `torch.autograd.grad(…, tensor)`. Which kind of hook fired both times "
             "in section 1?",
         )
+    leaf, seen[:] = torch.ones(2, requires_grad=True), []
+    loss = (leaf * 3).sum()
+    answer(leaf, function)
+    with suppress(RuntimeError):  # a multi-grad hook does not bear it
+        torch.autograd.grad(loss, leaf)
+    if not seen:
+        refuse(
+            "misses_grad_on_leaf",
+            zh="中间张量对了；`tensor` 是叶子时，`torch.autograd.grad(…, tensor)` 没有调用它，或者报错。第 1 节里，叶子上只有哪种钩子触发？",
+            en="Right for a tensor in the middle; where `tensor` is a leaf, `torch.autograd.grad(…, tensor)` did not call it, or "
+            "raised. Which is the only kind of hook that fired on the leaf in section 1?",
+        )
 
 
 def stays(tensor, function):
@@ -148,6 +161,17 @@ def misses_grad(tensor, function):
     handle = tensor.grad_fn.register_prehook(hook)
 
 
+def misses_grad_on_leaf(tensor, function):
+    if not tensor.is_leaf:
+        return on_first_gradient(tensor, function)
+
+    def hook(leaf):
+        handle.remove()
+        function(leaf.grad)
+
+    handle = tensor.register_post_accumulate_grad_hook(hook)
+
+
 def reads_grad(tensor, function):
     def hook(grad):
         handle.remove()
@@ -165,6 +189,7 @@ ON_FIRST_GRADIENT = Exercise(
         "changed": changed,
         "changed_otherwise": changed_otherwise,
         "misses_grad": misses_grad,
+        "misses_grad_on_leaf": misses_grad_on_leaf,
         "wrong_gradient": reads_grad,
         "removed_others": removed_others,
         "called_again": lambda tensor, function: tensor.register_hook(lambda grad: (function(grad), None)[1]),
@@ -384,6 +409,19 @@ def examine_final_gradient(answer):
             "tuple that a pre-hook gets has one entry for each output.",
         )
 
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: grad.mul_(100))
+    y = x + 0
+    got = answer(y)
+    (y * 3).sum().backward()
+    if [grad.tolist() for grad in got] != [[3.0, 3.0]]:
+        refuse(
+            "shares_memory",
+            zh="记下的值后来变了：前一个张量的钩子原地改了梯度，你存的和它是同一块内存。要存副本。",
+            en="What you noted changed later: a hook on the tensor before edited the gradient in place, and yours shares that "
+            "memory. Store a copy.",
+        )
+
 
 def _expect_final(got, zh, en, after_node):
     if not got:
@@ -475,6 +513,13 @@ def changes(tensor):
     return seen
 
 
+def shares_memory(tensor):
+    seen = []
+    edge = get_gradient_edge(tensor)
+    edge.node.register_prehook(lambda grads: seen.append(grads[edge.output_nr]))
+    return seen
+
+
 FINAL_GRADIENT = Exercise(
     "14.C",
     examine_final_gradient,
@@ -499,6 +544,7 @@ FINAL_GRADIENT = Exercise(
         "nothing": lambda tensor: [],
         "changed": changes,
         "not_a_list": lambda tensor: tensor.register_hook(print),
+        "shares_memory": shares_memory,
     },
     zh="叶子、中间张量、多个输出中的一个，记下的都是最终的梯度。",
     en="For a leaf, a tensor in the middle and one output of several, what is noted is the final gradient.",

@@ -773,6 +773,21 @@ def _seeing(outer=nn.ReLU, inner=nn.ReLU):
     return net
 
 
+class _Residual(nn.Module):
+    """The same weights each time: a ReLU, and a way past it."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(3)
+        self.stem, self.activation, self.head = nn.Linear(3, 4), activation, nn.Linear(4, 4)
+        torch.set_rng_state(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        return hidden + self.head(self.activation(hidden))
+
+
 def _plain_gradient(net, x):
     x = x.detach().clone().requires_grad_()
     return torch.autograd.grad(net(x).sum(), x)[0]
@@ -803,7 +818,20 @@ def examine_guided_gradient(answer):
         )
     _examine_left_alone(model, settings, others)
     _examine_guided(got, x)
+    _examine_residual(answer)
     _examine_guided_failing(answer)
+
+
+def _examine_residual(answer):
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
+    got = answer(_Residual(nn.ReLU()), x.clone())
+    if not torch.allclose(got, _plain_gradient(_Residual(_Guided()), x), atol=1e-6):
+        refuse(
+            "other_paths",
+            zh="ReLU 的输入还走了一条不经过 ReLU 的路，那条路上的负梯度也被你去掉了。只该改经过 ReLU 的那一份（第 9 节）。",
+            en="The input of a ReLU also goes another way, past the ReLU, and negative gradients were dropped there too. Only the "
+            "share that came through the ReLU should change (section 9).",
+        )
 
 
 def _examine_guided(got, x):
@@ -874,6 +902,15 @@ def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad, clean_up=_
     return answer
 
 
+def guided_inputs(model, x):
+    def hang(module, args):
+        args[0].register_hook(lambda grad: grad.clamp(min=0))
+
+    handles = [relu.register_forward_pre_hook(hang) for _, relu in _relus(model)]
+    image = x.detach().requires_grad_()
+    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
 def guided_on_x(model, x):
     x.requires_grad_()
     return _then_remove(_hung(model), lambda: torch.autograd.grad(model(x).sum(), x)[0])
@@ -918,6 +955,7 @@ GUIDED_GRADIENT = Exercise(
         "filled_grad": guided_by_backward,
         "changed_model": guided_frozen,
         "removed_others": guided_cleared,
+        "other_paths": guided_inputs,
         "left_behind": _guided(clean_up=_leave),
         "left_after_error": _guided(clean_up=_remove_if_it_works),
     },

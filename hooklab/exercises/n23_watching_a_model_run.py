@@ -123,8 +123,8 @@ def examine_output_shapes(answer):
         model.stem.register_forward_hook(_user_hook)
         _examine_shapes(answer, model)
     broken = _Broken()
-    broken.first[1].eval()
-    flags = _flags(broken)
+    broken.second.eval()
+    flags, state = _flags(broken), {key: value.clone() for key, value in broken.state_dict().items()}
     _examine_failure(answer, broken)
     if _flags(broken) != flags:
         refuse(
@@ -133,6 +133,7 @@ def examine_output_shapes(answer):
             en="After a forward that raised, some module is left in the other mode: the lines that restore `training` were not "
             "reached.",
         )
+    _examine_state(broken, state)
 
 
 def _examine_shapes(answer, model):
@@ -778,6 +779,7 @@ def examine_first_nan(answer):
     _examine_first(answer, clean, "0", {}, "cleaned")
     _examine_first(answer, _Backwards(), "log", {}, "definition_order")
     _examine_first(answer, nn.Sequential(_Entropy(), nn.Identity()), "0", {}, "leaves_only")
+    _examine_first(answer, _Entropy(), "", {}, "leaves_only")
     pair = nn.Sequential(_Apply(lambda x: (x, (None, x.log()))), _Apply(lambda pair: pair[0]))
     _examine_first(answer, pair, "0", {}, "nested")
     _examine_first(answer, nn.Sequential(_Apply(lambda x: (x, None))), None, {}, "none_expected")
@@ -970,9 +972,9 @@ CHECKS = [
     ),
     Prediction(
         "23.4",
-        zh="这一层在前向开头检查自己和里面的模块有没有钩子，有一个，就放弃快路径，逐个调用里面的模块。"
+        zh="这一层在前向开头检查自己和里面的模块有没有前向钩子或 pre-hook，有一个，就放弃快路径，逐个调用里面的模块。"
         "全局钩子不在检查之列，所以单靠它看不见里面。",
-        en="At the start of its forward the layer looks for hooks on itself and on the modules inside; one is enough to give up "
+        en="At the start of its forward the layer looks for forward hooks and pre-hooks on itself and on the modules inside; one is enough to give up "
         "the fast path and call every module inside. Global hooks are not among those it looks for, so alone they see nothing "
         "inside.",
     ),

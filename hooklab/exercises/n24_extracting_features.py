@@ -433,7 +433,7 @@ def _examine_embedding(got, want, ruined):
             zh=f"返回的是 `{type(got).__name__}`，里面有 {len(got)} 项。各批要接成一个张量。",
             en=f"A `{type(got).__name__}` of {len(got)} came back. Join the batches into one tensor.",
         )
-    if isinstance(got, Tensor) and len(got) == 1:
+    if isinstance(got, Tensor) and got.ndim and len(got) == 1:
         refuse(
             "last_batch_only",
             zh="9 张图只返回了 1 行：留下的只有最后一批。",

@@ -494,7 +494,7 @@ def examine_zeros_store(answer):
             en=f"`zeros_store()` should return an object with `write` and `read`; found `{found}`.",
         )
     torch.manual_seed(0)
-    content = torch.randn(1000)
+    content = torch.randn(100_000)  # more than an index in int16 can count
     content[::2] = 0
     source = content.clone()
     slot = store.write(source)
@@ -581,9 +581,10 @@ def _examine_size(slot, nbytes):
     if total > 0.8 * nbytes:
         refuse(
             "too_large",
-            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。下标用 `int64` 存，一个就要 8 字节。",
+            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。一个下标，`int64` 要 8 字节，`int32` 也要 4 字节；记下哪里不是 0，有更省的办法。",
             en=f"It reads back right, but for a tensor of {nbytes} bytes the `slot` takes {total}; "
-            f"{int(0.8 * nbytes)} are allowed. An index in `int64` takes 8 bytes.",
+            f"{int(0.8 * nbytes)} are allowed. An index takes 8 bytes in `int64` and 4 in `int32`; there is a cheaper way "
+            "to note where the elements are not 0.",
         )
     if total < 0.1 * nbytes:
         refuse(

@@ -93,8 +93,8 @@ def _examine_files(answer, folder):
     if not written:
         refuse(
             "no_file",
-            zh="前向之后，`folder` 里一个新文件也没有。",
-            en="After forward there is no new file in `folder`.",
+            zh="前向之后，`folder` 里看不到新文件。没有名字的文件不算，这里要数得到的。",
+            en="After forward no new file is to be seen in `folder`. Files without a name do not count here.",
         )
     if written < 4:
         refuse(
@@ -336,6 +336,7 @@ def _samples():
     return [
         special, special.to(torch.bfloat16), special.half(), special.double() / 3, torch.tensor([True, False]),
         torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]),
+        torch.arange(9.0)[3:6],
     ]  # fmt: skip
 
 
@@ -641,6 +642,8 @@ INNER = {
     "tensor": (lambda saved: -saved.detach(), lambda packed: -packed),
     "tuple": (lambda saved: (saved.detach() * 2, 0.5), lambda packed: packed[0] * packed[1]),
     "list": (lambda saved: [saved.detach().tolist()], lambda packed: torch.tensor(packed[0])),
+    "function": (lambda saved: (lambda half: lambda: half)(saved.detach() / 2), lambda packed: packed() * 2),
+    "triple": (lambda saved: (saved.detach() / 2, saved._version, 2), lambda packed: packed[0] * packed[2]),
 }
 
 

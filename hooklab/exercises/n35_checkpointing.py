@@ -183,6 +183,7 @@ def _train(run, seed, *, grad=True, draw_between=False):
     """One step: the results, and the numbers that are drawn after forward and after backward."""
     block, x = _new(dropout=True, grad=grad)
     torch.manual_seed(seed)
+    torch.rand(3)  # as in any step but the first, the seed is not the state
     y = _called(run, block, x)
     between = torch.rand(3) if draw_between else None
     kept = y.detach().clone() if isinstance(y, Tensor) else y
@@ -402,6 +403,7 @@ NETWORKS = [
     _Counted(5, down=[(8, 40, 3)] * 4, up=[(4, 20, 6)] * 4),
     _Counted(2, wide=[(16, 60, 1)] * 2, middle=[(6, 18, 5)] * 6, narrow=[(2, 10, 9)] * 3),
     _Counted(0, only=[(1, 10, 1)] * 9),
+    _Counted(0, odd=[(10, 10, 1)] * 7),
 ]
 
 
@@ -701,16 +703,15 @@ def _note(block, found):
 def buffers_once(block):
     found = {}
 
-    @contextmanager
-    def second():
-        now = _copies(block)
-        _put(block, found)
-        try:
-            yield
-        finally:
-            _put(block, now)
+    class Second:  # every backward enters it again; what `@contextmanager` makes can be entered once
+        def __enter__(self):
+            self.now = _copies(block)
+            _put(block, found)
 
-    return _note(block, found), second()
+        def __exit__(self, *exc_info):
+            _put(block, self.now)
+
+    return _note(block, found), Second()
 
 
 def _normed():
