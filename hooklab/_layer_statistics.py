@@ -52,8 +52,13 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             raise KeyError(f"layer_statistics: {name!r} was not asked for; asked for: {', '.join(close)}")
         if not self._running[name].calls:
             missing = "output" if self.of == "output" else "gradient"
-            todo = "run the model" if self.of == "output" else "run the model and backward()"
-            raise KeyError(f"layer_statistics: no {missing} of {name!r} yet; {todo} inside the block")
+            todo = "run the model inside the block"
+            if self.of != "output":
+                todo = (
+                    "run the model and backward() inside the block (a view that the next layer edits in place, as after "
+                    "nn.Flatten, gets none: use inplace=False there)"
+                )
+            raise KeyError(f"layer_statistics: no {missing} of {name!r} yet; {todo}")
         return self._running[name].read()
 
     def __contains__(self, name: object) -> bool:

@@ -143,7 +143,8 @@ def with_grad(tensor: Tensor) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
-    its gradient are right where the next layer works in place. An output that is a leaf (an `nn.Identity` on your
+    its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
+    say): autograd then goes round it, and `.grad` stays None. An output that is a leaf (an `nn.Identity` on your
     own input) has a `.grad` of its own: read that one; nothing is hooked here.
 
     Args:
@@ -204,7 +205,8 @@ def layer_statistics(
         model: the module to run.
         *patterns: which layers, as in `select`; `"**"` for all of them.
         of: `"output"`, or `"grad_output"` for the gradient with respect to the output, taken by a tensor hook
-            on it (right beside in-place layers, and cheaper than a full backward hook).
+            on it (right beside in-place layers, and cheaper than a full backward hook; a view that the next
+            layer edits in place, as after `nn.Flatten`, gets none).
         bins: the number of bins of a histogram for each call; 0 for none.
         range: what the bins cover, as `torch.histc` counts; entries below and above are counted apart.
 

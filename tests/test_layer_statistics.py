@@ -390,3 +390,13 @@ def test_reading_before_the_forward_and_an_unknown_name_are_refused(model):
         with pytest.raises(KeyError, match="'3' was not asked for; asked for: 0, 1"):
             stats["3"]
         assert repr(stats) == "LayerStatistics(calls of 0: 0, 1: 0)"
+
+
+def test_a_view_that_is_edited_in_place_has_no_gradient_and_the_error_says_why():
+    """Autograd goes round it; should a PyTorch ever show that gradient, the documentation is to be changed."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 1))
+    with layer_statistics(model, "**", of="grad_output") as stats:
+        model(torch.ones(1, 1, 3, 3)).sum().backward()
+    assert list(stats) == ["0", "2", "3"]
+    with pytest.raises(KeyError, match=r"no gradient of '1' yet.*view.*inplace=False"):
+        stats["1"]
