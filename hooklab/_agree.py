@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ def agree(guess: Any, actual: Any) -> bool:
     if isinstance(guess, int) and isinstance(actual, int):
         return guess == actual
     if _holds_words(guess) or _holds_words(actual):
+        if not (isinstance(guess, Iterable) and isinstance(actual, Iterable)):
+            return False
         return [str(item).casefold() for item in guess] == [str(item).casefold() for item in actual]
     return _close(guess, actual)
 
@@ -59,7 +62,7 @@ def _literal(text: str) -> Any:
 def _close(guess: Any, actual: Any) -> bool:
     try:
         guessed, happened = (torch.as_tensor(value, dtype=torch.float64) for value in (guess, actual))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     same_shape = guessed.shape == happened.shape or guessed.numel() == happened.numel() == 1
     largest = max(happened[happened.isfinite()].abs().flatten().tolist(), default=0.0)

@@ -1,6 +1,7 @@
 """Part 1: which hooks are installed, and none left behind."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,9 @@ class HookLeak(RuntimeError):
         super().__init__(
             f"{len(hooks)} hook(s) outlived the block; keep the handles and call .remove():\n{lines}"
         )
+
+    def __reduce__(self) -> tuple:
+        return HookLeak, (self.hooks,)
 
 
 def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
@@ -132,16 +136,20 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
 
 
 def _on_model(model: nn.Module) -> Iterator[HookRecord]:
+    seen: set[Tensor] = set()  # a tied parameter has several places and its hooks fire once
     for name, module in model.named_modules():
         yield from _in_tables(module, ON_MODULE, name or type(module).__name__)
         for own, param in module.named_parameters(recurse=False):
+            if param in seen:
+                continue
+            seen.add(param)
             yield from _on_tensor(param, f"{name}.{own}" if name else own)
 
 
 def _on_tensor(tensor: Tensor, place: str) -> Iterator[HookRecord]:
     yield from _in_tables(tensor, ON_TENSOR, place)
     if tensor.retains_grad:
-        yield HookRecord("retain_grad", place, key=("retain_grad", place))
+        yield HookRecord("retain_grad", place, key=("retain_grad", id(tensor)))
 
 
 def _everywhere() -> Iterator[HookRecord]:
@@ -159,7 +167,7 @@ def _in_tables(obj: Any, tables: dict[str, tuple[str, dict[str, str]]], place: s
             options = [name for name, table in option_tables.items() if getattr(obj, table).get(number)]
             if kind == "full backward hook" and _is_legacy(obj):
                 kind = "legacy backward hook"
-            yield _record(kind, place, function, tuple(options), (attribute, place, number))
+            yield _record(kind, place, function, tuple(options), (attribute, id(obj), number))
 
 
 def _is_legacy(obj: Any) -> bool:
@@ -190,7 +198,9 @@ def _unwrapped(function: Any) -> Any:
             function = function.func
             continue
         for attribute in ("_torchdynamo_orig_callable", "__wrapped__", "__func__", "hook"):
-            inner = getattr(function, attribute, None)
+            # Not what __getattr__ makes up: a Mock has every attribute.
+            known = inspect.getattr_static(function, attribute, None) is not None
+            inner = getattr(function, attribute, None) if known else None
             if callable(inner):
                 function = inner
                 break

@@ -1,5 +1,6 @@
 """Pictures of what the other modules return. Each picture also states its facts as text."""
 
+import math
 import re
 import sys
 import warnings
@@ -199,11 +200,15 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
         f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"
     ]
     for name, figures in counted.items():
-        shares = (figures.zeros, figures.below / figures.count, figures.above / figures.count)
+        outside = figures.below, figures.above
+        shares = (
+            figures.zeros,
+            *(number / figures.count if figures.count else math.nan for number in outside),
+        )
         cells = [
             f"{short(figures.mean):>8}",
             f"{short(figures.std):>8}",
-            *(f"{share:6.1%}" for share in shares),
+            *(f"{'-' if math.isnan(share) else f'{share:.1%}':>6}" for share in shares),
         ]
         lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(cells))
     return _drawn("\n".join(lines), _plots.activations, counted)
@@ -365,7 +370,7 @@ def _edges(t: Tensor, nodes: list[Node], names: dict[int, str], saved: bool) -> 
         kind = type(node).__name__
         used[kind] += 1
         label[node] = kind if used[kind] == 1 else f"{kind} #{used[kind]}"
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
             yield f"{names.get(id(leaf), 'leaf')} {_shape(leaf)} -> {label[node]}"
         for source, _ in node.next_functions:
             if source is not None:
@@ -382,8 +387,10 @@ def _saved_by(node: Node) -> Iterator[str]:
     for field in fields:
         try:
             value = getattr(node, field)
-        except RuntimeError:
-            yield f"{field.removeprefix('_saved_')}: freed, backward() has run"
+        except RuntimeError as error:
+            edited = "modified by an inplace operation" in str(error)
+            state = "edited in place since, backward() will raise" if edited else "freed, backward() has run"
+            yield f"{field.removeprefix('_saved_')}: {state}"
             continue
         several = isinstance(value, tuple)
         for index, tensor in enumerate(value if several else [value]):

@@ -195,10 +195,19 @@ def zero() -> Hook:
     return zero_hook
 
 
+def _copy(grad: Tensor) -> Tensor:
+    if torch._C._functorch.is_legacy_batchedtensor(
+        grad
+    ):  # is_grads_batched: it outlives its batch as one tensor
+        with torch.no_grad():
+            return torch._remove_batch_dim(grad.clone(), 1, 1, 0)
+    return grad.detach().clone()
+
+
 def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
     def record(grad: Tensor | None) -> None:
         if grad is not None:
-            gradients.append(grad.detach().clone())
+            gradients.append(_copy(grad))
             order.append(name)
 
     return record

@@ -81,10 +81,14 @@ class Trace:
 
     def __enter__(self) -> "Trace":
         # Both belong to the current thread and to a stack, so they are opened here and not by the call.
-        self._contexts.enter_context(installed(*self._packing()))
-        if NODE_CREATION_HOOK is not None:
-            self._contexts.enter_context(NODE_CREATION_HOOK(self._hang_on_node))
-            self._sees_new_nodes = True
+        try:
+            self._contexts.enter_context(installed(*self._packing()))
+            if NODE_CREATION_HOOK is not None:
+                self._contexts.enter_context(NODE_CREATION_HOOK(self._hang_on_node))
+                self._sees_new_nodes = True
+        except BaseException:  # without __enter__ there is no __exit__
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -111,9 +115,10 @@ class Trace:
     def _hang_on_tensors(self, tensors: dict[str, Tensor]) -> None:
         nodes: dict[graph.Node, None] = {}  # each once, though several tensors may lead to it
         for name, tensor in tensors.items():
+            known = self._name(tensor)  # a parameter of the model has this hook already
             self._names[id(tensor)] = weakref.ref(tensor), name
             self._handles.append(tensor.register_hook(self._on_gradient("tensor hook", name)))
-            if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+            if tensor.is_leaf and not known:
                 self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(name)))
             nodes.update(dict.fromkeys(behind(graph.get_gradient_edge(tensor).node)))
         for node in nodes:
@@ -154,6 +159,10 @@ class Trace:
             self._handles.append(tensor.register_hook(hook_for(index)))
 
     def _hang_on_node(self, node: graph.Node) -> None:
+        if (
+            torch.compiler.is_compiling()
+        ):  # a compiler makes Nodes, and runs them, to see what backward will need
+            return
         kind, inside = type(node).__name__, self._inside()
         leaf = getattr(node, "variable", None)
         where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
@@ -174,17 +183,22 @@ class Trace:
                 self._calls.clear()
             self._calls[label] += 1
             where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
-            self._stack().append((where, sys.exc_info()[1]))
+            self._stack().append((module, where, sys.exc_info()[1]))
             self._record("forward pre-hook", where, first_shape(args))
 
         return hook
 
     def _on_forward(self, label: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
-            where, error_before = self._stack()[-1]
+            stack = self._stack()
+            began = leave(
+                stack, module
+            )  # not where an earlier pre-hook raised, or the trace began inside this call
+            where, error_before = stack[-1][1:] if began else (label, None)
             raised = sys.exc_info()[1] is not error_before  # always_call: also when the forward has failed
             self._record("forward raised" if raised else "forward hook", where, first_shape(output))
-            self._stack().pop()
+            if began:
+                stack.pop()
             if not raised and not self._sees_new_nodes and not self._stack():
                 for node in {
                     node for tensor in tensors_in(output) if tensor.grad_fn for node in behind(tensor.grad_fn)
@@ -225,7 +239,9 @@ class Trace:
         if kind.startswith("optimizer"):
             phase = "step"
         elif kind.startswith("forward") or kind == "pack":
-            phase = "forward" if run == -1 else "recompute"
+            # With create_graph=True backward itself saves tensors, outside any module.
+            inner = "recompute" if kind.startswith("forward") or self._stack() else "backward"
+            phase = "forward" if run == -1 else inner
         else:
             phase = "backward"
         if self._watched:
@@ -259,7 +275,16 @@ class Trace:
         return latest if latest is not None and latest.kind in kinds else Event("", "", "backward")
 
     def _inside(self) -> tuple[str, ...]:
-        return tuple(label for label, _ in self._stack())
+        return tuple(label for _, label, _ in self._stack())
+
+
+def leave(stack: list, module: nn.Module) -> bool:
+    """True if a call of `module` is running; what began inside it and was interrupted leaves the stack."""
+    if not any(running is module for running, *_ in stack):
+        return False
+    while stack[-1][0] is not module:
+        stack.pop()
+    return True
 
 
 def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -> Trace:

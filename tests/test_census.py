@@ -1,6 +1,8 @@
 """hooks_on and no_leftovers: every hook that PyTorch lets one list, by name."""
 
 import functools
+import pickle
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -257,3 +259,36 @@ def test_hooks_on_a_resnet_50_are_all_found():
     for param in model.parameters():
         param.register_hook(spy)
     assert len(hooks_on(model)) == len(list(model.modules())) + len(list(model.parameters()))
+
+
+# ---- what once went wrong ----
+
+
+def test_a_mock_is_named_though_it_has_every_attribute(net):
+    net.register_forward_hook(Mock(return_value=None))
+    (hook,) = hooks_on(net)
+    assert hook.function == "Mock"
+
+
+def test_tied_parameters_are_listed_once():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    net[0].weight.register_hook(print)
+    assert [hook.place for hook in hooks_on(net)] == ["0.weight"]
+
+
+def test_a_layer_that_moves_with_its_hook_is_no_leak():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].register_forward_hook(print)
+    net[0].weight.register_hook(print)
+    with no_leftovers(net):
+        net[0] = nn.Sequential(nn.Dropout(), net[0])
+    assert [hook.place for hook in hooks_on(net)] == ["0.1", "0.1.weight"]
+
+
+def test_a_leak_can_be_sent_to_another_process():
+    net = nn.Linear(2, 2)
+    with pytest.raises(HookLeak) as caught, no_leftovers(net):
+        net.register_forward_hook(print)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.hooks) == (str(caught.value), caught.value.hooks)

@@ -263,6 +263,8 @@ def test_the_check_printed_in_contributing_works_as_it_stands():
         (3, {"y", "x"}, False),
         (["a", "b"], ["a", "b"], True),
         (["b", "a"], ["a", "b"], False),
+        (2, ["a", "b"], False),
+        (10**400, 1.0, False),
         (object(), 1.0, False),
         ([[1], [2, 3]], 1.0, False),
     ],

@@ -191,3 +191,25 @@ def test_graph_refuses_a_name_for_an_arrow():
 def test_a_picture_outside_a_notebook_shows_its_facts():
     picture = draw.graph(chain(1))
     assert repr(picture) == str(picture) == picture.facts
+
+
+def test_a_saved_tensor_that_was_edited_is_not_called_freed():
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y.add_(1)
+    assert "saved result: edited in place since, backward() will raise" in draw.graph(y, saved=True).facts
+
+
+def test_a_node_with_a_variable_of_its_own_is_drawn():
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = 3
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.variable
+
+    x = torch.ones(3, requires_grad=True)
+    assert "Tripled" in draw.graph(Tripled.apply(x)).facts

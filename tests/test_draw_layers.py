@@ -163,3 +163,20 @@ def test_activations_without_a_histogram_are_refused(model):
         model(torch.ones(3, 4))
     with pytest.raises(ValueError, match=r"no histogram.*bins=40"):
         draw.activations(stats)
+
+
+def test_a_layer_that_saw_nothing_but_empty_tensors_is_drawn():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all, self.none = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.all(x), self.none(x[:0])
+
+    net = Net()
+    with layer_statistics(net, "*", bins=4) as stats:
+        net(torch.ones(1, 2))
+    line = draw.activations(stats).facts.splitlines()[2]
+    assert line.split()[:4] == ["none", "1", "-", "-"]
+    assert "nan" not in line

@@ -246,3 +246,11 @@ def test_zero_also_silences_nan_and_inf():
 def test_a_maker_refuses_a_senseless_number(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+def test_watch_bears_several_backwards_at_once():
+    x = torch.ones(3, requires_grad=True)
+    with watch(x=x) as log:
+        (rows,) = torch.autograd.grad(x**2, x, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(rows, 2 * torch.eye(3))
+    assert torch.equal(log["x"], rows)

@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import no_leftovers, trace
+from hooklab import hooks_on, no_leftovers, trace
 from hooklab.trace import NODE_CREATION_HOOK
 
 sees_new_nodes = pytest.mark.skipif(
@@ -430,3 +431,77 @@ def test_a_misspelt_phase_names_the_closest(name):
     x = torch.ones(1, requires_grad=True)
     with trace(x=x) as traced, pytest.raises(ValueError, match=r"no phase is called .*; close: .*ward"):
         traced.phase(name)
+
+
+# ---- what once went wrong ----
+
+
+def test_a_trace_that_cannot_be_opened_leaves_nothing():
+    net = nn.Linear(2, 2)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.raises(RuntimeError, match="not here"),
+    ):
+        trace(net).__enter__()
+    assert hooks_on(net) == []
+
+
+def test_a_pre_hook_that_raises_and_is_handled_does_not_disturb_the_rest():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            with suppress(ValueError):
+                x = self.first(x)
+            return self.second(x)
+
+    def refuse(module, args):
+        raise ValueError("not this")
+
+    net = Careful()
+    net.first.register_forward_pre_hook(refuse)
+    with trace(net) as traced:
+        net(torch.ones(1, 2))
+    seen = [
+        (event.kind, event.where) for event in traced.phase("forward") if event.kind.startswith("forward")
+    ]
+    assert seen == [
+        ("forward pre-hook", "Careful"),
+        ("forward raised", "first"),
+        ("forward pre-hook", "second"),
+        ("forward hook", "second"),
+        ("forward hook", "Careful"),
+    ]
+
+
+def test_a_graph_that_backward_builds_is_no_recomputation():
+    x = torch.ones(2, requires_grad=True)
+    with trace(x=x) as traced:
+        torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    assert traced.phase("recompute") == []
+    assert [event.phase for event in traced.events if event.kind == "pack"] == [
+        "forward",
+        "backward",
+        "backward",
+    ]
+
+
+def test_a_parameter_given_alone_shows_its_accumulation():
+    layer = nn.Linear(2, 1)
+    with trace(weight=layer.weight) as traced:
+        layer(torch.ones(1, 2)).sum().backward()
+    assert kinds(traced.events).count("post-accumulate-grad hook") == 1
+    with trace(layer, weight=layer.weight) as traced:
+        layer(torch.ones(1, 2)).sum().backward()
+    assert kinds(traced.events).count("post-accumulate-grad hook") == 2  # weight and bias, each once
+
+
+def test_what_a_compiler_tries_out_is_no_event():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with trace(net) as traced:
+        torch.compile(net, backend="aot_eager")(torch.ones(1, 2)).sum().backward()
+    last_of_forward = max(number for number, event in enumerate(traced.events) if event.phase == "forward")
+    first_of_backward = min(number for number, event in enumerate(traced.events) if event.phase == "backward")
+    assert last_of_forward < first_of_backward
