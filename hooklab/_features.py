@@ -25,7 +25,9 @@ NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
 
 class Enough(Exception):
-    """Ends a forward: every wanted output is there. Caught by `Features.run`."""
+    """Ends a forward: every output that `of` wanted is there. Caught by `Features.run`."""
+
+    of: "Features"
 
 
 class Features(Installed, Mapping[str, Any]):
@@ -48,11 +50,13 @@ class Features(Installed, Mapping[str, Any]):
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
         self._quick: list[bool] = []  # empty when an output has to be looked at twice
         self._forwards = 0
+        self._thread = 0  # the one that `run` was called in
+        self._groups = list(groups(layers))
         root, recorder = uncompiled(model), self._recorders()
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
             self._handles.append(root.register_forward_pre_hook(self._begin))
-            for module, names in groups(layers):
+            for module, names in self._groups:
                 self._first.update(dict.fromkeys(names, names[0]))
                 self._handles.append(module.register_forward_hook(recorder(names[0])))
             self._handles.append(root.register_forward_hook(self._end, always_call=True))
@@ -79,14 +83,19 @@ class Features(Installed, Mapping[str, Any]):
                 "features.run: the hooks have been removed; call run inside the block, or make new features"
             )
         self._wanted.update(self._first.values())
+        self._thread = get_ident()
         self._quick.clear()
+        # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
+        stops = [module.register_forward_hook(self._stop) for module, _ in self._groups]
         try:
             self._model(*args, **kwargs)
-        except Enough:
-            if self._wanted:  # another one's: this run is inside it
+        except Enough as enough:
+            if enough.of is not self:  # another one's: this run is inside it
                 raise
         finally:
             self._wanted.clear()
+            for stop in stops:
+                stop.remove()
         return self
 
     def __getitem__(self, name: str) -> Any:
@@ -155,10 +164,18 @@ class Features(Installed, Mapping[str, Any]):
             self._log.append((name, kept, _versions(kept)))
         else:  # called by itself, outside a forward of the model
             self._alone[name] = [(kept, _versions(kept))]
-        if self._wanted:
+        if self._wanted and self._runs_here():
             self._wanted.discard(name)
-            if not self._wanted:
-                raise Enough("every wanted output is there")
+
+    def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self._wanted and graph_task() == NO_BACKWARD and self._runs_here():
+            enough = Enough("every wanted output is there")
+            enough.of = self
+            raise enough
+
+    def _runs_here(self) -> bool:
+        """True in the thread that `run` was called in. Under torch.compile there is one, see `_begin`."""
+        return is_compiling() or get_ident() == self._thread
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
         # Under torch.compile there is one thread: the tracer knows no get_ident, and would warn.

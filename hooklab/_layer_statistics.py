@@ -95,6 +95,9 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.requires_grad:
+                    hooks = tensor._backward_hooks if tensor.is_leaf else None
+                    if hooks and arrived in hooks.values():  # the same leaf as in an earlier call
+                        continue
                     handle = tensor.register_hook(arrived)
                     if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
                         self._handles.append(handle)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import nn
 
 from hooklab import _refuse
@@ -30,6 +31,8 @@ def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
 def callable_layers(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
     """The chosen layers that a forward can call; warns where hooks may be ignored."""
     found = chosen(function, model, patterns)
+    if isinstance(uncompiled(model), torch.jit.ScriptModule):
+        raise ValueError(_never_called(function, "", uncompiled(model)))
     layers = {name: layer for name, layer in found.items() if _has_forward(layer)}
     if missing := {name: layer for name, layer in found.items() if name in patterns and name not in layers}:
         name, layer = next(iter(missing.items()))
@@ -133,10 +136,19 @@ def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
 
 
 def _has_forward(layer: nn.Module) -> bool:
+    if isinstance(
+        layer, torch.jit.ScriptModule
+    ):  # takes no hooks, and its class cannot be asked for its forward
+        return False
     return type(layer).forward is not nn.Module.forward or "forward" in layer.__dict__
 
 
 def _never_called(function: str, name: str, layer: nn.Module) -> str:
+    if isinstance(layer, torch.jit.ScriptModule):
+        return (
+            f"{function}: {name!r} is a {type(layer).__name__}, a TorchScript module, which takes no hooks; "
+            "take the eager module it was made from, or a layer around it"
+        )
     inside = f"'{name}.*'" if name else "'*'"
     return (
         f"{function}: {name!r} is a {type(layer).__name__}, which has no forward and is never called; "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 
 __all__ = ["Running", "Statistics", "short"]
 
@@ -17,6 +18,7 @@ GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHAPES = 64
+UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 MAX_ROWS = 512  # of the history: after that two rows become one
 
 
@@ -78,6 +80,15 @@ class Running:
 
     def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
+        if peek_interpreter_stack() is not None:  # inside grad, vmap, jvp of torch.func
+            while is_functorch_wrapped_tensor(tensor):
+                tensor = get_unwrapped(tensor)
+            with torch._C._DisableFuncTorch(), torch.no_grad():
+                self._count_in(tensor.detach())
+            return
+        self._count_in(tensor)
+
+    def _count_in(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
@@ -119,6 +130,9 @@ class Running:
         if self._staged:
             flat = [tensor.flatten() for tensor in self._staged]
             self._staged, self._staged_count = [], 0
+            if len({part.dtype for part in flat}) > 1:
+                # torch.cat would take int64 beside bfloat16 to bfloat16.
+                flat = [part.to(torch.float32 if part.is_mps else torch.float64) for part in flat]
             self._measure(
                 flat[0] if len(flat) == 1 else torch.cat([part.to(flat[0].device) for part in flat])
             )
@@ -193,18 +207,24 @@ class Running:
         return {"histogram": counts, "below": below, "above": above, "history": history, "range": self._range}
 
 
+def _holey(tensor: Tensor) -> bool:
+    return tensor.layout is torch.jagged and tensor.lengths() is not None
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """Numbers that can be compared: the stored entries of a nested tensor, the absolute values of a complex one."""
     if tensor.is_nested:
-        tensor = tensor.values()
+        tensor = (
+            torch.cat([part.flatten() for part in tensor.unbind()]) if _holey(tensor) else tensor.values()
+        )
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.is_complex():
         tensor = tensor.abs()
-    if tensor.dtype is torch.bool or (tensor.is_floating_point() and tensor.dtype not in FLOATS):
-        tensor = tensor.float()
+    if tensor.dtype in UNORDERED or (tensor.is_floating_point() and tensor.dtype not in FLOATS):
+        tensor = tensor.double() if tensor.dtype in UNORDERED else tensor.float()
     return tensor
 
 
@@ -216,7 +236,8 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            self.wide, self.flags = torch.empty(CHUNK, dtype=torch.float64), torch.empty(CHUNK)
+            self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+            self.flags = torch.empty(CHUNK, dtype=torch.float32, device="cpu")
         self.views: dict[torch.Size, tuple[Tensor, ...]] = {}
 
     def of(self, shape: torch.Size) -> tuple[Tensor, ...]:

@@ -34,8 +34,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         for item in value:
             yield from tensors_in(item)
     elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        for name in _set_fields(value):
+            yield from tensors_in(getattr(value, name))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -54,12 +54,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         new = copy.copy(value)  # of its own class, with its own order and default
         for key, item in value.items():
             new[key] = map_tensors(function, item)
+        for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
+            if name in value and value[name] is item:  # a dict whose keys are attributes, too
+                object.__setattr__(new, name, new[name])
         return new
     if _is_dataclass(value):
         new = copy.copy(value)
-        for field in dataclasses.fields(value):
-            item = map_tensors(function, getattr(value, field.name))
-            object.__setattr__(new, field.name, item)  # also where the class is frozen
+        for name in _set_fields(value):
+            item = map_tensors(function, getattr(value, name))
+            object.__setattr__(new, name, item)  # also where the class is frozen
         return new
     return value
 
@@ -85,7 +88,7 @@ def shapes(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shapes(item)}" for key, item in value.items()) + "}"
     if _is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
+        names = _set_fields(value)
         return _named(value, names, (getattr(value, name) for name in names))
     return (
         repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
@@ -113,3 +116,8 @@ def _named(value: object, names: Iterable[str], items: Iterable[object]) -> str:
 
 def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _set_fields(value: Any) -> list[str]:
+    """The names of the fields of a dataclass that have a value."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]

@@ -106,7 +106,8 @@ def features(
 
     Args:
         model: the module to run.
-        *patterns: which layers, as in `select`. Containers that are never called (`nn.ModuleList`) are left out.
+        *patterns: which layers, as in `select`. Containers that are never called (`nn.ModuleList`) are left out,
+            and TorchScript modules, which take no hooks.
         keep: what to keep of each output tensor, any shape, dtype and device. By default the tensor without its
             graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
@@ -144,7 +145,7 @@ def with_grad(tensor: Tensor) -> Tensor:
 
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
-    say): autograd then goes round it, and `.grad` stays None. An output that is a leaf (an `nn.Identity` on your
+    say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint. An output that is a leaf (an `nn.Identity` on your
     own input) has a `.grad` of its own: read that one; nothing is hooked here.
 
     Args:
@@ -256,7 +257,8 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
 
     Raises:
         TypeError: `model` is no module, a bound is no real number, or both are missing.
-        ValueError: `min` > `max`, a bound is NaN, or no parameter requires a gradient.
+        ValueError: `min` > `max`, a bound is NaN, no parameter requires a gradient, or one is complex, not made
+            yet (`nn.LazyLinear`) or sharded.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -278,9 +280,25 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
             "call requires_grad_() on what should train, before clip_gradients"
         )
 
+    if any(param.is_complex() for param in params):
+        raise ValueError(
+            f"clip_gradients: {type(model).__name__} has complex parameters, and complex numbers have no order; "
+            "bound their size instead: torch.nn.utils.clip_grad_norm_ after backward"
+        )
+    if any(callable(getattr(module, "unshard", None)) for module in model.modules()):
+        raise ValueError(
+            f"clip_gradients: the parameters of {type(model).__name__} are sharded (fully_shard), and hooks on them "
+            "never fire; call torch.nn.utils.clip_grad_value_ after backward"
+        )
+
     def clip_hook(grad: Tensor | None) -> Tensor | None:
         return None if grad is None else grad.clamp(**bounds)
 
     clipped = Installed()
-    clipped._handles += [param.register_hook(clip_hook) for param in params]
+    try:
+        for param in params:
+            clipped._handles.append(param.register_hook(clip_hook))
+    except BaseException:
+        clipped.remove()
+        raise
     return clipped

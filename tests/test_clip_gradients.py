@@ -119,3 +119,18 @@ def test_a_model_with_nothing_to_clip_is_refused(model):
         clip_gradients(model.requires_grad_(False), -1, 1)
     with pytest.raises(TypeError, match="clip_gradients: expected a module, found list"):
         clip_gradients(list(model.parameters()), -1, 1)
+
+
+def test_a_parameter_that_takes_no_hook_leaves_none_on_the_others():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2))
+    with no_leftovers(model), pytest.raises(ValueError, match="uninitialized parameter"):
+        clip_gradients(model, -1, 1)
+
+
+def test_complex_and_sharded_parameters_are_refused():
+    with pytest.raises(ValueError, match="complex numbers have no order"):
+        clip_gradients(nn.Linear(2, 2, dtype=torch.complex64), -1, 1)
+    model = nn.Linear(2, 2)
+    model.unshard = lambda: None  # as fully_shard's modules have
+    with pytest.raises(ValueError, match=r"are sharded.*never fire.*clip_grad_value_"):
+        clip_gradients(model, -1, 1)

@@ -1,6 +1,7 @@
 """features: the outputs of layers, and nothing but them."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -13,7 +14,7 @@ from models import NESTED, Returns, Twice, mlp, same_state, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import features, hooks_on, no_leftovers, verbose, with_grad
+from hooklab import features, hooks_on, layer_statistics, no_leftovers, verbose, with_grad
 
 
 @pytest.fixture
@@ -545,3 +546,86 @@ def test_the_hook_of_with_grad_is_one_among_others():
     assert two.grad.unique().item() == 6
     doubled.remove()
     assert [record.kind for record in hooks_on(two)] == ["tensor hook", "tensor hook", "retain_grad"]
+
+
+# ---- what once went wrong ----
+
+
+def test_whoever_else_listens_hears_the_last_output_of_a_run():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with features(model, "0") as f, layer_statistics(model, "0") as stats, features(model, "0") as g:
+        f.run(torch.ones(1, 2))
+        assert stats["0"].calls == 1
+        assert torch.equal(g["0"], f["0"])
+    assert hooks_on(model) == []
+
+
+def test_a_run_stops_its_own_thread_only():
+    began, other_ran = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread():
+                began.set()
+                assert other_ran.wait(60)
+            return x
+
+    model = nn.Sequential(Waiting(), nn.Linear(2, 3))
+    with features(model, "0") as f:
+        thread = threading.Thread(target=f.run, args=(torch.ones(1, 2),))
+        thread.start()
+        assert began.wait(60)
+        assert model(torch.ones(1, 2)).shape == (1, 3)
+        other_ran.set()
+        thread.join()
+    assert hooks_on(model) == []
+
+
+def test_a_script_module_is_left_out_by_patterns_and_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.ReLU(), torch.ones(1)), nn.Linear(2, 2))
+    with features(model, "*") as f:
+        model(torch.ones(1, 2))
+    assert list(f) == ["0", "2"]
+    with pytest.raises(ValueError, match=r"'1' is a \w+, a TorchScript module, which takes no hooks"):
+        features(model, "1")
+    with pytest.raises(ValueError, match=r"'' is a \w+, a TorchScript module"):
+        features(model[1], "")
+    assert hooks_on(model) == []
+
+
+def test_a_dict_whose_keys_are_attributes_keeps_no_graph():
+    class Attributes(dict):
+        def __init__(self, **items):
+            super().__init__(items)
+            self.__dict__ = self
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return Attributes(out=self.inner(x))
+
+    net = Net()
+    with features(net, "") as f:
+        net(torch.ones(1, 2))
+    assert f[""].out is f[""]["out"]
+    assert not f[""].out.requires_grad
+
+
+def test_a_dataclass_with_a_field_that_is_not_set():
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        loss: torch.Tensor = dataclasses.field(init=False)
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return Output(x)
+
+    net, lines = Net(), []
+    with features(net, "") as f, verbose(net, "", write=lines.append):
+        net(torch.ones(1, 2))
+    assert f[""].logits.shape == (1, 2)
+    assert lines == ["Net  Net  Output(logits=[1, 2])"]

@@ -400,3 +400,86 @@ def test_a_view_that_is_edited_in_place_has_no_gradient_and_the_error_says_why()
     assert list(stats) == ["0", "2", "3"]
     with pytest.raises(KeyError, match=r"no gradient of '1' yet.*view.*inplace=False"):
         stats["1"]
+
+
+# ---- what once went wrong ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_integers_beside_floats_are_counted_exactly(dtype):
+    class Router(nn.Module):
+        def forward(self, x):
+            return x, torch.tensor([16_777_217, 100_001])
+
+    router, x = Router(), torch.randn(64).to(dtype)
+    with layer_statistics(router, "") as stats:
+        router(x)
+    both = torch.cat([x.double(), torch.tensor([16_777_217.0, 100_001.0], dtype=torch.float64)])
+    assert stats[""].max == 16_777_217
+    assert stats[""].infs == 0
+    assert stats[""].mean == pytest.approx(both.mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("number", [3, 10_000])
+def test_unsigned_integers_are_counted(dtype, number):
+    layer = nn.Identity()
+    with layer_statistics(layer, "") as stats:
+        layer(torch.arange(number).to(dtype))
+    assert (stats[""].count, stats[""].max) == (number, number - 1)
+
+
+def test_a_leaf_that_is_returned_again_and_again_is_counted_once_for_each_backward():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(3, 1)).eval()
+    x = torch.ones(2, 3, requires_grad=True)
+    with layer_statistics(model, "0", of="grad_output") as stats:
+        for _ in range(4):
+            model(x).sum().backward()
+        assert stats["0"].calls == 4
+    assert not x._backward_hooks
+
+
+@pytest.mark.parametrize("number", [6, 9_000])
+def test_transforms_of_functions_are_counted_and_leave_nothing_behind(number):
+    from torch.func import grad, jvp, vmap
+
+    model, x = nn.Sequential(nn.Tanh()), torch.linspace(-1, 1, 3 * number).view(3, number)
+    expected = x.double().tanh()
+    with layer_statistics(model, "0") as stats:
+        vmap(model)(x)
+        jvp(model, (x,), (x,))
+        grad(lambda x: model(x).sum())(x)
+    assert (stats["0"].calls, stats["0"].count) == (3, 3 * x.numel())
+    assert stats["0"].mean == pytest.approx(expected.mean().item(), abs=1e-6)
+    assert stats["0"].max == pytest.approx(expected.max().item())
+    with layer_statistics(model, "0") as stats:  # the memory for counting is as good as before
+        model(x)
+    assert stats["0"].count == x.numel()
+
+
+def test_the_default_dtype_does_not_matter(monkeypatch):
+    model = nn.Identity()
+
+    def zeros():
+        torch.set_default_dtype(torch.float16)
+        with layer_statistics(model, "") as stats:
+            model(torch.zeros(65_536))
+        found.append(stats[""].zeros)
+
+    found, before = [], torch.get_default_dtype()
+    try:
+        thread = threading.Thread(target=zeros)  # which has no memory for counting yet
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [1.0]
+
+
+def test_of_a_nested_tensor_with_holes_the_entries_alone_are_counted():
+    whole, starts, lengths = torch.arange(40.0).view(4, 10), torch.zeros(4).long(), torch.arange(1, 5)
+    jagged = torch.nested.narrow(whole, 1, starts, lengths, layout=torch.jagged)
+    layer = nn.Identity()
+    with layer_statistics(layer, "") as stats:
+        layer(jagged)
+    assert (stats[""].count, stats[""].mean) == (10, 21.0)
