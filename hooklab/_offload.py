@@ -19,22 +19,22 @@ class Room:
 
     def __init__(self, nbytes: int):
         self.nbytes, self.used = nbytes, 0
-        self.inside: set[int] = set()  # ids
+        self.inside: set[int] = set()  # their numbers
 
     def enter(self, packed: "Packed") -> bool:
         """True if it is inside, also from before."""
-        if id(packed) in self.inside:
+        if packed.number in self.inside:
             return True
         if self.inside and self.used + packed.nbytes > self.nbytes:
             return False
-        self.inside.add(id(packed))
+        self.inside.add(packed.number)
         self.used += packed.nbytes
         return True
 
-    def leave(self, packed: "Packed") -> None:
-        if id(packed) in self.inside:
-            self.inside.remove(id(packed))
-            self.used -= packed.nbytes
+    def leave(self, number: int, nbytes: int) -> None:
+        if number in self.inside:
+            self.inside.remove(number)
+            self.used -= nbytes
 
 
 class Packed:
@@ -43,7 +43,7 @@ class Packed:
     tensor: Tensor | None = None
 
     def __init__(self, queue: "Queue", tensor: Tensor):
-        self.queue = queue
+        self.queue, self.number = queue, next(queue.numbers)
         self.geometry = Geometry(tensor)
         self.nbytes = self.geometry.nbytes
         self.storage = weakref.ref(tensor.untyped_storage())
@@ -66,29 +66,37 @@ class Packed:
             return self.tensor
         if self.restored is None:
             self.restored = self.geometry.rebuild(self.queue.store.read(self.slot))
-            self.left = self.uses
-            self.queue.ahead.leave(self)
+            self.left, self.fresh = self.uses, self.restored._version
+            self.queue.ahead.leave(self.number, self.nbytes)
+        if edits := self.restored._version - self.fresh:  # by a backward that was given it
+            refuse_edited(f"{self.geometry}", self.version + edits, self.version)
         tensor, self.left = self.restored, self.left - 1
         if self.left <= 0 or not self.queue.again.enter(self):
             self.restored = None
-            self.queue.again.leave(self)
+            self.queue.again.leave(self.number, self.nbytes)
         return tensor
 
     def read_ahead(self) -> bool:
         """Begin to read; False if there is no room."""
-        if self.slot is None or id(self) in self.queue.ahead.inside:
+        if self.slot is None or self.number in self.queue.ahead.inside:
             return True
         if not self.queue.ahead.enter(self):
             return False
-        self.queue.store.prefetch(self.slot)
+        try:
+            self.queue.store.prefetch(self.slot)
+        except (OSError, RuntimeError):  # it was a hint; what is really wrong, `read` will say
+            self.queue.ahead.leave(self.number, self.nbytes)
+            return False
         return True
 
     def __del__(self) -> None:
-        with self.queue.lock:
-            self.queue.ahead.leave(self)
-            self.queue.again.leave(self)
-            if self.tensor is not None:
-                self.queue.waiting_bytes -= self.nbytes
+        # Never wait here: the collector may run this in a thread that holds the lock of a store.
+        self.queue.gone.append((self.number, self.nbytes, self.tensor is not None))
+        if self.queue.lock.acquire(blocking=False):
+            try:
+                self.queue.settle()
+            finally:
+                self.queue.lock.release()
 
 
 class Queue:
@@ -108,12 +116,16 @@ class Queue:
         self.reached: weakref.ref[Packed] | None = None  # how far reading ahead has come
         self.numbers = count()
         self.lock = threading.RLock()  # backward may run in other threads
+        self.gone: deque[tuple[int, int, bool]] = (
+            deque()
+        )  # collected: the number, the bytes, whether it waited
 
     def pack(self, tensor: Tensor) -> Packed:
         storage = tensor.untyped_storage()
         place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = (*place, tensor._version, tensor.is_conj())
         with self.lock:
+            self.settle()
             packed = self.found.get(key)
             # A new storage may have the id of a dead one.
             if packed is None or packed.storage() is not storage:
@@ -124,11 +136,18 @@ class Queue:
         return packed
 
     def append(self, packed: Packed) -> None:
-        packed.number = next(self.numbers)
         packed.older, self.newest = self.newest, weakref.ref(packed)
         self.waiting.append(self.newest)
         self.waiting_bytes += packed.nbytes
         self.kept_bytes += packed.nbytes
+
+    def settle(self) -> None:
+        """Take what was collected off the books."""
+        while self.gone:
+            number, nbytes, waited = self.gone.popleft()
+            self.ahead.leave(number, nbytes)
+            self.again.leave(number, nbytes)
+            self.waiting_bytes -= nbytes * waited
 
     def make_room(self) -> None:
         while self.waiting and (self.waiting_bytes > self.keep or self.waiting[0]() is None):
@@ -141,7 +160,8 @@ class Queue:
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:
-            expected = packed.slot is None or id(packed) in self.ahead.inside
+            self.settle()
+            expected = packed.slot is None or packed.number in self.ahead.inside
             tensor = packed.content()
             if self.reads_ahead:
                 self.read_ahead(packed, expected)

@@ -68,7 +68,8 @@ class SavedTensors(Sequence[SavedTensor]):
         self.events: list[tuple[str, str]] = []
         self._model = model
         self._records: list[SavedTensor] = []
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of storages
+        # Of storages: the number and the owner.
+        self._numbers: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._count = 0
         self._holders: dict[int, int] = {}  # how many saved tensors hold a storage, by number
         self._unnamed: list[SavedTensor] = []  # saved, and the Node is not there yet
@@ -160,8 +161,9 @@ class SavedTensors(Sequence[SavedTensor]):
                 self._running.append(name)
 
         def end(module: nn.Module, args: tuple, output: object) -> None:
-            if _thread() == self._thread:
-                self._running.pop()
+            if _thread() == self._thread and name in self._running:  # not where an earlier pre-hook raised
+                while self._running.pop() != name:
+                    pass
 
         self._contexts.callback(module.register_forward_pre_hook(begin).remove)
         self._contexts.callback(module.register_forward_hook(end, always_call=True).remove)
@@ -184,7 +186,7 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def _record(self, tensor: Tensor) -> SavedTensor:
         number, held, owner = self._storage(tensor)
-        module, shape = self._running[-1] if self._running else "", tuple(tensor.shape)
+        module, shape = self._running[-1] if self._running else "", _shape(tensor)
         memory = nbytes(tensor), number, held, tensor._version, owner
         record = SavedTensor(module, "", shape, tensor.dtype, *memory)
         self._records.append(record)
@@ -202,9 +204,10 @@ class SavedTensors(Sequence[SavedTensor]):
             return self._count, nbytes(tensor), ""
         if storage not in self._numbers:
             self._count += 1
-            self._numbers[storage] = self._count
-        owner = self._owners.get(id(storage), "parameter" if is_parameter(tensor) else "")
-        return self._numbers[storage], storage.nbytes(), owner
+            owner = self._owners.get(id(storage), "parameter" if is_parameter(tensor) else "")
+            self._numbers[storage] = self._count, owner
+        number, owner = self._numbers[storage]
+        return number, storage.nbytes(), owner
 
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ == "AccumulateGrad":  # a leaf's: it saves nothing
@@ -245,9 +248,19 @@ def nbytes(tensor: Tensor) -> int:
         parts = tensor._indices(), tensor._values()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    else:
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    elif tensor.layout == torch.jagged:
+        parts = (tensor.values(),)
+    else:
+        return tensor.numel() * tensor.itemsize
     return sum(part.nbytes for part in parts)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout == torch.strided:  # its parts differ
+        return (tensor.size(0),)
+    return tuple(tensor.shape)
 
 
 def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:

@@ -9,15 +9,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import _refuse
+from hooklab._packing import refuse_edited
 
 __all__ = ["Segments"]
+
+SMALL = 4096  # numbers
 
 
 class Segmented(nn.Sequential):
     """A Sequential whose blocks run in segments; only the input of each segment is saved."""
+
+    _hooklab_kind: type = nn.Sequential  # what it was, and will be again
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        if isinstance(index, slice):
+            part.__class__ = self._hooklab_kind
+        return part
+
+    def __reduce__(self) -> Any:
+        """A copy, and what is pickled, is an ordinary Sequential: no handle knows it."""
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_hooklab_")}
+        return _new, (self._hooklab_kind,), state
 
     def forward(self, input: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -29,18 +46,35 @@ class Segmented(nn.Sequential):
         blocks = iter(self)
         while segment := list(islice(blocks, self._hooklab_blocks)):
             if torch.is_grad_enabled():
-                buffers = Buffers(segment)
-                input = checkpoint(run, segment, input, use_reentrant=False, context_fn=buffers.contexts)
+                contexts, (leaves, spec) = Buffers(segment).contexts, tree_flatten(input)
+                versions = [_version(leaf) for leaf in leaves]
+                input = checkpoint(run, segment, spec, *leaves, use_reentrant=False, context_fn=contexts)
+                if versions != [_version(leaf) for leaf in leaves]:
+                    raise RuntimeError(
+                        f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its "
+                        "input in place, and the input is what is saved; use inplace=False there, or another plan"
+                    )
             else:
-                input = run(segment, input)
+                input = run(segment, None, input)
         return input
 
 
-def run(segment: list[nn.Module], input: Any) -> Any:
+def run(segment: list[nn.Module], spec: Any, *leaves: Any) -> Any:
     """The blocks one after the other; what a checkpoint calls, and calls again."""
+    input = leaves[0] if spec is None else tree_unflatten(leaves, spec)
+    if getattr(segment[0], "inplace", False) and isinstance(input, Tensor):
+        input = input.clone()
     for block in segment:
         input = block(input)
     return input
+
+
+def _version(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
+
+
+def _new(kind: type) -> nn.Sequential:
+    return kind.__new__(kind)
 
 
 class Buffers:
@@ -51,12 +85,12 @@ class Buffers:
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
-        self.before: dict[tuple[nn.Module, str], Tensor] = {}  # those that the forward has changed
-        self.real: list[dict[tuple[nn.Module, str], Tensor]] = []
+        self.before: dict[tuple[nn.Module, str], Tensor | None] = {}  # as the forward found them
+        self.real: list[dict[tuple[nn.Module, str], Tensor | None]] = []
+        self.parameters: dict[nn.Parameter, int] = {}  # with the version that the forward has used
 
-    def now(self) -> dict[tuple[nn.Module, str], Tensor]:
-        places = ((owner, name) for owner in self.owners for name in owner._buffers)
-        return {(owner, name): b for owner, name in places if (b := owner._buffers[name]) is not None}
+    def now(self) -> dict[tuple[nn.Module, str], Tensor | None]:
+        return {(owner, name): b for owner in self.owners for name, b in owner._buffers.items()}
 
     def contexts(self) -> tuple[Any, Any]:
         """Around the forward, and around computing it again."""
@@ -65,20 +99,42 @@ class Buffers:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Notes which buffers the forward changes, and what they were."""
-        found = {place: (b, b._version, b.detach().clone()) for place, b in self.now().items()}
-        yield
-        for (owner, name), (buffer, version, copy) in found.items():
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
-                self.before[owner, name] = copy
+        found, copies = self.now(), {}  # one copy, though a buffer may have several names
+        for buffer in filter(_is_there, found.values()):
+            copies[id(buffer)] = _copy(buffer), buffer._version
+        try:
+            yield
+        finally:  # a graph that ends in an error may be used, too
+            found_now = (p for owner in self.owners for p in owner._parameters.values())
+            self.parameters = {p: p._version for p in filter(_is_there, found_now)}
+            for (owner, name), buffer in found.items():
+                copy, version = copies.get(id(buffer), (buffer, None))
+                # Fused operations edit small buffers and leave the version as it was.
+                same = owner._buffers.get(name) is buffer and _is_there(buffer) and buffer._version == version
+                self.before[owner, name] = buffer if same and buffer.numel() > SMALL else copy
 
     def __enter__(self) -> None:
+        for parameter, version in self.parameters.items():
+            if parameter._version != version:
+                refuse_edited(f"a parameter {list(parameter.shape)}", parameter._version, version)
         self.real.append(self.now())
-        for (owner, name), buffer in self.real[-1].items():
-            owner._buffers[name] = self.before.get((owner, name), buffer).clone()
+        copies: dict[int, Tensor] = {}
+        for (owner, name), buffer in self.before.items():
+            if _is_there(buffer) and id(buffer) not in copies:
+                copies[id(buffer)] = _copy(buffer)
+            owner._buffers[name] = copies.get(id(buffer), buffer)
 
     def __exit__(self, *exc_info: object) -> None:
         for (owner, name), buffer in self.real.pop().items():
             owner._buffers[name] = buffer
+
+
+def _is_there(tensor: Tensor | None) -> bool:
+    return tensor is not None and not nn.parameter.is_lazy(tensor)
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
 
 class Segments:
@@ -117,7 +173,7 @@ class Segments:
 
 
 def _segmented(kind: type) -> type:
-    return Segmented if kind is nn.Sequential else type(kind.__name__, (Segmented, kind), {})
+    return type(kind.__name__, (Segmented, kind), {"_hooklab_kind": kind})
 
 
 def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequential]:
@@ -140,7 +196,7 @@ def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequenti
         module = modules[name]
         if isinstance(module, Segmented):
             raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
-        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        if getattr(type(module), "forward", None) is not nn.Sequential.forward or "forward" in vars(module):
             raise TypeError(
                 f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
                 f"{type(module).__name__}"

@@ -75,9 +75,13 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         TypeError: a layer is no Sequential, or one with a forward of its own; a number is none.
         ValueError: a number is below 1, `plan` is empty, or a Sequential is checkpointed already. Nothing has
             been changed then.
+        RuntimeError: in forward, if a segment edits its input in place, deeper inside than in its first block
+            (there the input is copied); in backward, if a parameter was edited in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
-    names each Sequential that was never called.
+    names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
+    model has in backward (not those of `torch.func.functional_call`), and where buffers change, one thread at a time
+    may train the model. A copy made meanwhile runs as before.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))

@@ -106,6 +106,8 @@ class Disk:
 
     def __init__(self, folder: str | os.PathLike | None = None):
         self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        if os.path.isfile(self.folder):
+            raise NotADirectoryError(errno.ENOTDIR, "Disk: expected a folder, found a file", self.folder)
         if not os.path.isdir(self.folder):
             raise FileNotFoundError(
                 errno.ENOENT, f"Disk: expected a folder; make it first, or give another: os.makedirs({self.folder!r})",
@@ -114,6 +116,7 @@ class Disk:
         # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
         weakref.finalize(self, self._file.close)
+        self._process = os.getpid()
         self._row = Row()
         self._lock = threading.RLock()
 
@@ -123,7 +126,7 @@ class Disk:
 
     def write(self, tensor: Tensor) -> Slot:
         """Copy a tensor to the disk. Any shape, dtype and device; what is read back is flat."""
-        flat = tensor.detach().contiguous().view(-1).cpu()
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).cpu()
         with self._lock:
             start = self._row.take(flat.nbytes)
         slot = Slot(self._row, start, flat)
@@ -153,6 +156,11 @@ class Disk:
         )
 
     def _move(self, some: Callable, rest: memoryview, start: int) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "Disk: this store was made before the process was forked, and its file belongs to the other process; "
+                "make one in each process"
+            )
         while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
             if not (done := some(rest, start)):
                 raise OSError(errno.EIO, f"Disk: the file in {self.folder} has been cut short")

@@ -1,5 +1,6 @@
 """`checkpoint_segments`: less is saved, and gradients and buffers are those of plain training."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -377,3 +378,188 @@ def test_a_layer_that_is_never_called_is_announced():
         warnings.simplefilter("error")
         with pytest.raises(KeyError), checkpoint_segments(model, {"body": 1}):
             raise KeyError
+
+
+# ---- what once went wrong ----
+
+
+def both(make, x, plan, steps=1):
+    """Gradients after some steps, plain and in segments."""
+    found = []
+    for segmented in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        context = checkpoint_segments(model, plan) if segmented else contextlib.nullcontext()
+        with context:
+            for _ in range(steps):
+                model(x).square().sum().backward()
+        found.append((model, [param.grad for param in model.parameters()]))
+    (plain, want), (_, got) = found
+    assert any(grad.any() for grad in want)
+    return plain, want, got
+
+
+def test_an_in_place_block_at_a_border_leaves_the_saved_input_alone():
+    def make():
+        return nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ELU(inplace=True))
+        )
+
+    for blocks in (1, 3):
+        _, want, got = both(make, torch.randn(3, 4), {"0": blocks})
+        assert all(map(torch.equal, want, got))
+
+
+def test_a_segment_that_edits_its_input_deeper_inside_is_named():
+    inner = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), inner))
+    match = "segment that begins with Sequential edits its input in place.*inplace=False"
+    with checkpoint_segments(model, {"1": 1}), pytest.raises(RuntimeError, match=match):
+        model(torch.randn(3, 4))
+
+
+class Shared(nn.Module):
+    """Changes a buffer that the next one uses."""
+
+    def __init__(self, number, changes):
+        super().__init__()
+        self.weight, self.changes = nn.Parameter(torch.ones(2)), changes
+        self.register_buffer("number", number)
+
+    def forward(self, x):
+        if self.changes:
+            self.number.add_(1)
+        return x * self.weight * self.number
+
+
+class LateBuffer(nn.Module):
+    """Fills a buffer in its first forward, and takes another way afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("number", None)
+
+    def forward(self, x):
+        if self.number is None:
+            self.number = torch.full((2,), 3.0)
+            return x * self.weight * 2
+        return (x * self.weight * self.number).sin()
+
+
+class Recurrent(nn.Module):
+    """Keeps its state, graph and all, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("state", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.state = torch.tanh(x * self.weight + self.state * self.weight)
+        return self.state
+
+
+@pytest.mark.parametrize("kind", ["shared", "late", "with a graph"])
+def test_odd_buffers_have_their_old_value_again(kind):
+    def make():
+        if kind == "shared":
+            number = torch.ones(2)
+            return nn.Sequential(nn.Sequential(Shared(number, True), Shared(number, False)))
+        if kind == "late":
+            return nn.Sequential(nn.Sequential(LateBuffer(), nn.Tanh()))
+        return nn.Sequential(nn.Sequential(nn.Linear(2, 2), Recurrent()))
+
+    _, want, got = both(make, torch.ones(3, 2) / 2, {"0": 2}, steps=1 if kind == "with a graph" else 2)
+    assert all(map(torch.equal, want, got))
+
+
+def test_buffers_that_fused_operations_edit_without_a_version():
+    from torch.ao import quantization
+
+    def make():
+        model = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3)))
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        return quantization.prepare_qat(model.train())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, want, got = both(make, torch.randn(2, 1, 8, 8), {"0": 3}, steps=2)
+    assert any("scale" in name for name, _ in plain.named_buffers())
+    assert all(map(torch.equal, want, got))
+
+
+def test_a_graph_that_ends_in_an_error_may_be_used():
+    class Doubling(Shared):
+        def forward(self, x):
+            self.number.mul_(2)
+            return x * self.weight * self.number
+
+    def gradient(segmented):
+        model, caught = nn.Sequential(nn.Sequential(Doubling(torch.ones(2), True), nn.Identity())), []
+
+        def stop(module, args):
+            caught.append(args[0])
+            raise ValueError("here")
+
+        model[0][1].register_forward_pre_hook(stop)
+        context = checkpoint_segments(model, {"0": 2}) if segmented else contextlib.nullcontext()
+        with context, contextlib.suppress(ValueError):
+            model(torch.ones(2))
+        caught[0].square().sum().backward()
+        return model[0][0].weight.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_a_parameter_edited_before_backward_raises_as_in_plain_training():
+    for segmented in (False, True):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        with checkpoint_segments(model, {"0": 2}) if segmented else contextlib.nullcontext():
+            loss = model(torch.ones(1, 2)).sum()
+            with torch.no_grad():
+                model[0][1].weight.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_tensors_in_a_tuple_are_guarded_too():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, pair):
+            x, mask = pair
+            return x * self.weight * mask, mask
+
+    for segmented in (False, True):
+        model, mask = nn.Sequential(nn.Sequential(Masked(), Masked())), torch.ones(2)
+        with checkpoint_segments(model, {"0": 1}) if segmented else contextlib.nullcontext():
+            y, _ = model((torch.ones(2), mask))
+            mask.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+class Named(nn.Sequential):
+    """A Sequential with a class of its own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Named])
+def test_slices_copies_and_pickles_are_ordinary(kind):
+    model = nn.Sequential(kind(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+    with checkpoint_segments(model, {"0": 1}):
+        parts = model[0][:2], copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]
+        assert [type(part) for part in parts] == [kind] * 3
+        assert len(parts[0]) == 2
+        assert torch.equal(parts[1](torch.ones(2)), model[0](torch.ones(2)))
+        checkpoint_segments(copy.deepcopy(model), {"0": 2}).remove()
+    assert type(model[0]) is kind
+
+
+def test_a_forward_of_its_own_on_the_object_is_refused():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    model[0].forward = lambda x: x
+    with pytest.raises(TypeError, match="should be a Sequential"):
+        checkpoint_segments(model, {"0": 1})

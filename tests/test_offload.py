@@ -939,3 +939,67 @@ def test_compiled_models_have_the_same_gradients(backend, inside):
         assert torch.allclose(parameter.grad, grad)
     assert offload.moved_bytes > 0
     torch._dynamo.reset()
+
+
+# ---- what once went wrong ----
+
+
+def test_a_backward_that_edits_what_it_is_given_raises_as_in_plain_training():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return x.mul_(2).mul_(grad)
+
+    for context in (contextlib.nullcontext(), Offload(to="disk", min_bytes=0)):
+        w = torch.full((4,), 3.0, requires_grad=True)
+        with context:
+            x = w * 1.0
+            y, z = x.sin(), Square.apply(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (y + z).sum().backward()
+
+
+def test_a_hint_that_fails_does_not_end_backward():
+    class Hinted(CountingStore):
+        def prefetch(self, slot):
+            raise OSError("no room to read ahead")
+
+    w = torch.ones(4, requires_grad=True)
+    with Offload(to=Hinted(), min_bytes=0) as offload:
+        loss = w.exp().sin().sum()
+    loss.backward()
+    assert offload.moved_bytes > 0
+    assert torch.equal(w.grad, w.detach().exp().cos() * w.detach().exp())
+
+
+def test_what_is_collected_while_another_thread_holds_the_queue_waits_for_nobody():
+    """The collector may run in a thread that holds the lock of a store; to wait there for the queue is a deadlock."""
+    w = torch.ones(100, requires_grad=True)
+    offload = Offload(to="disk", keep=10**6, min_bytes=0)
+    with offload:
+        loss = w.exp().sum()
+    box, held, go_on = [loss], threading.Event(), threading.Event()
+    del loss
+
+    def hold():
+        with offload._queue.lock:
+            held.set()
+            assert go_on.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    box.clear()  # returns, though the queue is in other hands
+    go_on.set()
+    thread.join()
+    assert offload._queue.waiting_bytes > 0
+    with offload:
+        (w * 1).sum()
+        w.exp().sum()
+    assert offload._queue.waiting_bytes == 0

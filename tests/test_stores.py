@@ -438,3 +438,24 @@ def test_pinned_memory_on_a_gpu():
         store.prefetch(written)
     assert all(torch.equal(store.read(written), copy) for written, copy in zip(slots, copies, strict=True))
     del noise
+
+
+def test_disk_takes_conjugates_and_negatives():
+    store, x = Disk(), torch.tensor([1 + 2j, 3 - 4j])
+    assert store.read(store.write(x.conj())).tolist() == [1 - 2j, 3 + 4j]
+    assert store.read(store.write(x.conj().imag)).tolist() == [-2.0, 4.0]
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="expected a folder, found a file"):
+        Disk(tmp_path / "file")
+
+
+def test_a_disk_from_before_a_fork_is_refused(monkeypatch):
+    store = Disk()
+    slot = store.write(torch.ones(3))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for use in (lambda: store.write(torch.ones(3)), lambda: store.read(slot)):
+        with pytest.raises(RuntimeError, match="made before the process was forked"):
+            use()
