@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.compiler import is_compiling
 
 __all__ = ["Running", "Statistics", "short"]
 
@@ -80,7 +81,8 @@ class Running:
 
     def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
-        if peek_interpreter_stack() is not None:  # inside grad, vmap, jvp of torch.func
+        # Inside grad, vmap, jvp of torch.func. A compiler does not know the question, and would warn.
+        if not is_compiling() and peek_interpreter_stack() is not None:
             while is_functorch_wrapped_tensor(tensor):
                 tensor = get_unwrapped(tensor)
             with torch._C._DisableFuncTorch(), torch.no_grad():
