@@ -1,7 +1,6 @@
 """Part 1: which hooks are installed, and none left behind."""
 
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,7 +198,7 @@ def _unwrapped(function: Any) -> Any:
             continue
         for attribute in ("_torchdynamo_orig_callable", "__wrapped__", "__func__", "hook"):
             # Not what __getattr__ makes up: a Mock has every attribute.
-            known = inspect.getattr_static(function, attribute, None) is not None
+            known = hasattr(type(function), attribute) or attribute in getattr(function, "__dict__", ())
             inner = getattr(function, attribute, None) if known else None
             if callable(inner):
                 function = inner

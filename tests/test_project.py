@@ -20,6 +20,7 @@ import hooklab
 ROOT = notebook_form.ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *notebook_form.NOTEBOOKS.glob("*.md")])
+SLIDES = SlidesExporter()  # what `jupyter nbconvert --to slides` runs
 CHAPTERS = {path.stem for path in notebook_form.paths()}
 
 
@@ -183,7 +184,7 @@ def test_the_map_links_to_every_notebook_there_is():
 @pytest.mark.parametrize("stem", sorted(CHAPTERS))
 def test_a_notebook_converts_to_slides_with_a_slide_for_every_section(stem):
     source = notebook_form.NOTEBOOKS / f"{stem}.ipynb"
-    html, _ = SlidesExporter().from_filename(str(source))  # what `jupyter nbconvert --to slides` runs
+    html, _ = SLIDES.from_filename(str(source))
     headings = [
         cell for cell in notebook_form.cells(notebook_form.read(source)) if re.match("##? ", cell.source)
     ]
