@@ -66,9 +66,8 @@ def _close(guess: Any, actual: Any) -> bool:
         return False
     same_shape = guessed.shape == happened.shape or guessed.numel() == happened.numel() == 1
     largest = max(happened[happened.isfinite()].abs().flatten().tolist(), default=0.0)
-    atol = (
-        min(1e-3, largest / 20) if largest > 1e-6 else 1e-3
-    )  # what is small, but no rounding error, is not 0
+    # What is small, but no rounding error, is not 0.
+    atol = min(1e-3, largest / 20) if largest > 1e-6 else 1e-3
     return same_shape and torch.allclose(
         guessed.flatten(), happened.flatten(), rtol=1e-2, atol=atol, equal_nan=True
     )

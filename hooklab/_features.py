@@ -27,7 +27,9 @@ NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 class Enough(Exception):
     """Ends a forward: every output that `of` wanted is there. Caught by `Features.run`."""
 
-    of: "Features"
+    def __init__(self, of: "Features"):
+        super().__init__("every wanted output is there")
+        self.of = of
 
 
 class Features(Installed, Mapping[str, Any]):
@@ -169,9 +171,7 @@ class Features(Installed, Mapping[str, Any]):
 
     def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._wanted and graph_task() == NO_BACKWARD and self._runs_here():
-            enough = Enough("every wanted output is there")
-            enough.of = self
-            raise enough
+            raise Enough(self)
 
     def _runs_here(self) -> bool:
         """True in the thread that `run` was called in. Under torch.compile there is one, see `_begin`."""

@@ -108,17 +108,14 @@ class Queue:
         self.ahead = Room(prefetch)  # read before it is wanted
         self.again = Room(prefetch)  # read, and wanted a second time
         self.waiting: deque[weakref.ref[Packed]] = deque()
-        self.found: weakref.WeakValueDictionary[tuple, Packed] = (
-            weakref.WeakValueDictionary()
-        )  # by place and version
+        # By place and version.
+        self.found: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
         self.waiting_bytes = self.moved_bytes = self.kept_bytes = 0
         self.newest: weakref.ref[Packed] | None = None
         self.reached: weakref.ref[Packed] | None = None  # how far reading ahead has come
         self.numbers = count()
         self.lock = threading.RLock()  # backward may run in other threads
-        self.gone: deque[tuple[int, int, bool]] = (
-            deque()
-        )  # collected: the number, the bytes, whether it waited
+        self.gone: deque[tuple[int, int, bool]] = deque()  # of what was collected: number, bytes, did it wait
 
     def pack(self, tensor: Tensor) -> Packed:
         storage = tensor.untyped_storage()

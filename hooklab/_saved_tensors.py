@@ -21,6 +21,7 @@ from hooklab._packing import (
     warn_of_nothing,
 )
 from hooklab._table import table
+from hooklab._walk import leave
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
 
@@ -74,7 +75,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self._holders: dict[int, int] = {}  # how many saved tensors hold a storage, by number
         self._unnamed: list[SavedTensor] = []  # saved, and the Node is not there yet
         self._owners: dict[int, str] = {}
-        self._running: list[str] = []
+        self._running: list[tuple[nn.Module, str]] = []  # the calls that are running, with the name
         self._thread = 0
         self._contexts: ExitStack | None = None
         self._ours: Any = None  # our pair of hooks, while the block is open
@@ -158,12 +159,11 @@ class SavedTensors(Sequence[SavedTensor]):
     def _hang_on(self, module: nn.Module, name: str) -> None:
         def begin(module: nn.Module, args: tuple) -> None:
             if _thread() == self._thread:
-                self._running.append(name)
+                self._running.append((module, name))
 
         def end(module: nn.Module, args: tuple, output: object) -> None:
-            if _thread() == self._thread and name in self._running:  # not where an earlier pre-hook raised
-                while self._running.pop() != name:
-                    pass
+            if _thread() == self._thread and leave(self._running, module):
+                self._running.pop()
 
         self._contexts.callback(module.register_forward_pre_hook(begin).remove)
         self._contexts.callback(module.register_forward_hook(end, always_call=True).remove)
@@ -186,7 +186,7 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def _record(self, tensor: Tensor) -> SavedTensor:
         number, held, owner = self._storage(tensor)
-        module, shape = self._running[-1] if self._running else "", _shape(tensor)
+        module, shape = self._running[-1][1] if self._running else "", _shape(tensor)
         memory = nbytes(tensor), number, held, tensor._version, owner
         record = SavedTensor(module, "", shape, tensor.dtype, *memory)
         self._records.append(record)

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
 import torch
@@ -43,34 +42,40 @@ class Segmented(nn.Sequential):
                 "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
             )
         self._hooklab_called = True
-        blocks = iter(self)
-        while segment := list(islice(blocks, self._hooklab_blocks)):
-            if torch.is_grad_enabled():
-                contexts, (leaves, spec) = Buffers(segment).contexts, tree_flatten(input)
-                versions = [_version(leaf) for leaf in leaves]
-                input = checkpoint(run, segment, spec, *leaves, use_reentrant=False, context_fn=contexts)
-                if versions != [_version(leaf) for leaf in leaves]:
-                    raise RuntimeError(
-                        f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its "
-                        "input in place, and the input is what is saved; use inplace=False there, or another plan"
-                    )
-            else:
-                input = run(segment, None, input)
+        if not torch.is_grad_enabled():
+            return super().forward(input)
+        blocks, size = list(self), self._hooklab_blocks
+        for start in range(0, len(blocks), size):
+            segment = blocks[start : start + size]
+            # What lies between two segments is nobody else's: a copy may be edited in its place.
+            copies = start > 0 and getattr(segment[0], "inplace", False)
+            input = run_saving_input(segment, input, copies)
         return input
 
 
-def run(segment: list[nn.Module], spec: Any, *leaves: Any) -> Any:
-    """The blocks one after the other; what a checkpoint calls, and calls again."""
-    input = leaves[0] if spec is None else tree_unflatten(leaves, spec)
-    if getattr(segment[0], "inplace", False) and isinstance(input, Tensor):
-        input = input.clone()
-    for block in segment:
-        input = block(input)
-    return input
+def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
+    """What the segment returns; for backward only its input is saved, and the rest computed again."""
+    leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
+
+    def run(*leaves: Any) -> Any:
+        output = tree_unflatten([leaf.clone() for leaf in leaves] if copies else leaves, spec)
+        for block in segment:
+            output = block(output)
+        return output
+
+    versions = list(map(_version, leaves))
+    output = checkpoint(run, *leaves, use_reentrant=False, context_fn=Buffers(segment).contexts)
+    if versions != list(map(_version, leaves)):
+        raise RuntimeError(
+            f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
+            "place, and the input is what is saved; use inplace=False there, or another plan"
+        )
+    return output
 
 
-def _version(leaf: Any) -> int | None:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
+def _version(value: Any) -> int | None:
+    """None where there is none: of inference tensors, and of what is no tensor."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def _new(kind: type) -> nn.Sequential:
@@ -87,7 +92,7 @@ class Buffers:
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
         self.before: dict[tuple[nn.Module, str], Tensor | None] = {}  # as the forward found them
         self.real: list[dict[tuple[nn.Module, str], Tensor | None]] = []
-        self.parameters: dict[nn.Parameter, int] = {}  # with the version that the forward has used
+        self.parameters: dict[nn.Parameter, int | None] = {}  # with the version that the forward has used
 
     def now(self) -> dict[tuple[nn.Module, str], Tensor | None]:
         return {(owner, name): b for owner in self.owners for name, b in owner._buffers.items()}
@@ -101,21 +106,23 @@ class Buffers:
         """Notes which buffers the forward changes, and what they were."""
         found, copies = self.now(), {}  # one copy, though a buffer may have several names
         for buffer in filter(_is_there, found.values()):
-            copies[id(buffer)] = _copy(buffer), buffer._version
+            copies[id(buffer)] = _copy(buffer), _version(buffer)
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
             found_now = (p for owner in self.owners for p in owner._parameters.values())
-            self.parameters = {p: p._version for p in filter(_is_there, found_now)}
+            self.parameters = {p: _version(p) for p in filter(_is_there, found_now)}
             for (owner, name), buffer in found.items():
                 copy, version = copies.get(id(buffer), (buffer, None))
                 # Fused operations edit small buffers and leave the version as it was.
-                same = owner._buffers.get(name) is buffer and _is_there(buffer) and buffer._version == version
+                same = (
+                    owner._buffers.get(name) is buffer and _is_there(buffer) and _version(buffer) == version
+                )
                 self.before[owner, name] = buffer if same and buffer.numel() > SMALL else copy
 
     def __enter__(self) -> None:
         for parameter, version in self.parameters.items():
-            if parameter._version != version:
+            if _version(parameter) != version:
                 refuse_edited(f"a parameter {list(parameter.shape)}", parameter._version, version)
         self.real.append(self.now())
         copies: dict[int, Tensor] = {}
@@ -187,20 +194,7 @@ def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequenti
         raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
     modules, found = dict(model.named_modules(remove_duplicate=False)), {}
     for name, blocks in plan.items():
-        if name not in modules:
-            sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
-            close = (
-                get_close_matches(str(name), modules) or sequentials[:5] or ["no Sequential in this model"]
-            )
-            raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {', '.join(close)}")
-        module = modules[name]
-        if isinstance(module, Segmented):
-            raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
-        if getattr(type(module), "forward", None) is not nn.Sequential.forward or "forward" in vars(module):
-            raise TypeError(
-                f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
-                f"{type(module).__name__}"
-            )
+        module = _sequential(modules, name)
         _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
         if module in found.values():
             raise ValueError(
@@ -208,3 +202,21 @@ def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequenti
             )
         found[name] = module
     return found
+
+
+def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
+    """The Sequential of this name, refused unless it runs its blocks one after the other."""
+    if name not in modules:
+        sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
+        close = get_close_matches(str(name), modules) or sequentials[:5] or ["no Sequential in this model"]
+        raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {', '.join(close)}")
+    module = modules[name]
+    if isinstance(module, Segmented):
+        raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
+    ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    if not ordinary or "forward" in vars(module):
+        raise TypeError(
+            f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
+            f"{type(module).__name__}"
+        )
+    return module

@@ -136,9 +136,8 @@ def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
 
 
 def _has_forward(layer: nn.Module) -> bool:
-    if isinstance(
-        layer, torch.jit.ScriptModule
-    ):  # takes no hooks, and its class cannot be asked for its forward
+    # A TorchScript module takes no hooks, and its class cannot be asked for its forward.
+    if isinstance(layer, torch.jit.ScriptModule):
         return False
     return type(layer).forward is not nn.Module.forward or "forward" in layer.__dict__
 

@@ -10,7 +10,7 @@ from torch import nn
 from hooklab._features import CALL, NO_BACKWARD, Enough, graph_task
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
-from hooklab._walk import shapes
+from hooklab._walk import leave, shapes
 
 __all__ = ["Verbose"]
 
@@ -66,7 +66,7 @@ class Verbose(Installed):
     def _end(self, label: str | None) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             stack = self._local.stack
-            if graph_task() != NO_BACKWARD or not _leave(stack, module):
+            if graph_task() != NO_BACKWARD or not leave(stack, module):
                 return
             _, before = stack.pop()
             error = sys.exception()
@@ -106,17 +106,6 @@ class Verbose(Installed):
         self._write(
             f"{label}  {type(module).__name__}  failed on {given}: {said}"
         )  # long enough without columns
-
-
-def _leave(stack: list[tuple[nn.Module, BaseException | None]], module: nn.Module) -> bool:
-    """True if a call of `module` is running; what began inside it and was interrupted leaves the stack."""
-    if stack and stack[-1][0] is module:
-        return True
-    if not any(running is module for running, _ in stack):
-        return False
-    while stack[-1][0] is not module:  # interrupted from the keyboard
-        stack.pop()
-    return True
 
 
 def _innermost(error: BaseException) -> tuple[nn.Module, tuple, dict] | None:

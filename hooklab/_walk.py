@@ -1,14 +1,14 @@
-"""Walk through autograd graphs and through what modules return."""
+"""Walk through autograd graphs, through what modules return, and out of the calls of modules that are running."""
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-__all__ = ["behind", "first_shape", "map_tensors", "shapes", "tensors_in"]
+__all__ = ["behind", "first_shape", "leave", "map_tensors", "shapes", "tensors_in"]
 
 
 def behind(root: Node) -> Iterator[Node]:
@@ -21,6 +21,19 @@ def behind(root: Node) -> Iterator[Node]:
             if source is not None and source not in seen:
                 seen.add(source)
                 stack.append(source)
+
+
+def leave(running: list[tuple], module: nn.Module) -> bool:
+    """True if a call of `module` is among those `running`, each noted as (module, ...).
+
+    It is the last one then: what began inside it was interrupted, and is taken off. It is not among them where a
+    pre-hook raised before the one that notes.
+    """
+    if not any(noted[0] is module for noted in running):
+        return False
+    while running[-1][0] is not module:
+        running.pop()
+    return True
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -273,6 +273,23 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
     """
     _refuse.no_module("clip_gradients", model)
     bounds = _refuse.bounds("clip_gradients", min, max)
+    params = _clippable(model)
+
+    def clip_hook(grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad.clamp(**bounds)
+
+    clipped = Installed()
+    try:
+        for param in params:
+            clipped._handles.append(param.register_hook(clip_hook))
+    except BaseException:
+        clipped.remove()
+        raise
+    return clipped
+
+
+def _clippable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that require a gradient; refused where a hook on them could not clip it."""
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         found = "no parameter" if next(model.parameters(), None) is None else "only frozen parameters"
@@ -291,15 +308,4 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
             f"clip_gradients: the parameters of {type(model).__name__} are sharded (fully_shard), and hooks on them "
             "never fire; call torch.nn.utils.clip_grad_value_ after backward"
         )
-
-    def clip_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.clamp(**bounds)
-
-    clipped = Installed()
-    try:
-        for param in params:
-            clipped._handles.append(param.register_hook(clip_hook))
-    except BaseException:
-        clipped.remove()
-        raise
-    return clipped
+    return params

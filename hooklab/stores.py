@@ -45,9 +45,8 @@ class Slot:
         self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
 
     def __del__(self) -> None:
-        self.row.freed.append(
-            (self.start, self.start + _aligned(self.nbytes))
-        )  # atomic: any thread may collect
+        end = self.start + _aligned(self.nbytes)
+        self.row.freed.append((self.start, end))  # atomic: any thread may be the one that collects
 
 
 class Row:

@@ -196,9 +196,8 @@ def zero() -> Hook:
 
 
 def _copy(grad: Tensor) -> Tensor:
-    if torch._C._functorch.is_legacy_batchedtensor(
-        grad
-    ):  # is_grads_batched: it outlives its batch as one tensor
+    # With is_grads_batched=True: it lives no longer than the call, but the tensor behind it does.
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
         with torch.no_grad():
             return torch._remove_batch_dim(grad.clone(), 1, 1, 0)
     return grad.detach().clone()

@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hooklab import _refuse
 from hooklab._events import PHASES, Event, line, with_module_backward
+from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
-from hooklab._walk import behind, first_shape, tensors_in
+from hooklab._walk import behind, first_shape, leave, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
 
@@ -124,44 +125,15 @@ class Trace:
         for node in nodes:
             self._hang_on_node(node)
         if NODE_CREATION_HOOK is None:
-            self._held = [
-                node for node in nodes if hasattr(node, "variable")
-            ]  # else a leaf's Node may be made anew
+            # Else a leaf's Node may be made anew.
+            self._held = [node for node in nodes if hasattr(node, "variable")]
         if len(tensors) > 1:
-            self._hang_on_all(tensors)
-
-    def _hang_on_all(self, tensors: dict[str, Tensor]) -> None:
-        """As `register_multi_grad_hook`, which raises under `autograd.grad` where one of the tensors is a leaf."""
-        record = self._on_gradient("multi-grad hook", ", ".join(tensors))
-        nodes = [graph.get_gradient_edge(tensor).node for tensor in tensors.values()]
-        waiting: dict[int, int] = {}  # for how many gradients, by the number of the backward
-        first: dict[int, Tensor] = {}  # the gradient of the first tensor
-        lock = threading.Lock()
-
-        def hook_for(index: int) -> Callable:
-            def arrived(grad: Tensor) -> None:
-                run = torch._C._current_graph_task_id()
-                with lock:  # each device has a thread of its own
-                    if run not in waiting:
-                        try:
-                            waiting[run] = sum(map(torch._C._will_engine_execute_node, nodes))
-                        except RuntimeError:
-                            waiting[run] = 0  # of that leaf PyTorch cannot tell: such a hook never fires
-                    waiting[run] -= 1
-                    if waiting[run] >= 0 and index == 0:
-                        first[run] = grad
-                    if waiting[run] == 0:
-                        record(first.pop(run, None))
-
-            return arrived
-
-        for index, tensor in enumerate(tensors.values()):
-            self._handles.append(tensor.register_hook(hook_for(index)))
+            record = self._on_gradient("multi-grad hook", ", ".join(tensors))
+            self._handles += register_multi_grad_hook(list(tensors.values()), record)
 
     def _hang_on_node(self, node: graph.Node) -> None:
-        if (
-            torch.compiler.is_compiling()
-        ):  # a compiler makes Nodes, and runs them, to see what backward will need
+        # A compiler makes Nodes, and runs them, to see what backward will need.
+        if torch.compiler.is_compiling():
             return
         kind, inside = type(node).__name__, self._inside()
         leaf = getattr(node, "variable", None)
@@ -191,9 +163,8 @@ class Trace:
     def _on_forward(self, label: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
             stack = self._stack()
-            began = leave(
-                stack, module
-            )  # not where an earlier pre-hook raised, or the trace began inside this call
+            # It did not where an earlier pre-hook raised, or the trace began inside this call.
+            began = leave(stack, module)
             where, error_before = stack[-1][1:] if began else (label, None)
             raised = sys.exc_info()[1] is not error_before  # always_call: also when the forward has failed
             self._record("forward raised" if raised else "forward hook", where, first_shape(output))
@@ -259,7 +230,7 @@ class Trace:
                     event = Event("retain_grad", name, phase, tuple(tensor.shape), inferred=True)
                     self._recorded.append((event, run))
 
-    def _stack(self) -> list[tuple[str, BaseException | None]]:
+    def _stack(self) -> list[tuple[nn.Module, str, BaseException | None]]:
         if not hasattr(self._running, "stack"):
             self._running.stack = []
         return self._running.stack
@@ -276,15 +247,6 @@ class Trace:
 
     def _inside(self) -> tuple[str, ...]:
         return tuple(label for _, label, _ in self._stack())
-
-
-def leave(stack: list, module: nn.Module) -> bool:
-    """True if a call of `module` is running; what began inside it and was interrupted leaves the stack."""
-    if not any(running is module for running, *_ in stack):
-        return False
-    while stack[-1][0] is not module:
-        stack.pop()
-    return True
 
 
 def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -> Trace:

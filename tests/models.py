@@ -1,6 +1,7 @@
 """Small models with outputs of every kind, for the tests of module hooks."""
 
 from collections import OrderedDict, namedtuple
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,6 +43,24 @@ NESTED = {
     "mixed": (lambda x: (x * 2, 7, "text", None, object()), "([2, 3], 7, 'text', None, object)"),
     "none": (lambda x: None, "None"),
 }
+
+
+class Careful(nn.Module):
+    """Goes on without its first layer where a pre-hook of that refuses the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first.register_forward_pre_hook(_refuse)
+
+    def forward(self, x):
+        with suppress(ValueError):
+            x = self.first(x)
+        return self.second(x).tanh()
+
+
+def _refuse(module, args):
+    raise ValueError("not this")
 
 
 class Twice(nn.Module):

@@ -3,15 +3,17 @@
 import html
 import itertools
 import re
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 
 import notebook_form
 import numpy as np
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab import check, features
+from hooklab.exercises import n23_watching_a_model_run as n23
+from hooklab.exercises import n35_checkpointing as n35
 from hooklab.exercises.check import Exercise, Prediction, _all_checks, expect_like, refuse
 
 EXERCISES = [item for item in _all_checks() if isinstance(item, Exercise)]
@@ -295,20 +297,16 @@ def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
 # ---- answers that are right on what is easy alone ----
 
 
+@contextmanager
+def seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def checkpoint_by_seed(block, x):
     """Right in the first step, where the seed is the state."""
-    again, number, seed = [], itertools.count(), torch.initial_seed()
-
-    def unpack(index):
-        if not again:
-            collect = saved_tensors_hooks(lambda tensor: again.append(tensor.detach()), print)
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), collect:
-                torch.manual_seed(seed)
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda tensor: next(number), unpack):
-        return block(x)
+    return n35._by_hand(block, x, seeded(torch.initial_seed()))
 
 
 def only_divisors(count, layers, budget):
@@ -360,23 +358,7 @@ def refuse_edited(tensor, version):
 
 def first_nan_inside(model, x):
     """Forgets that the model itself may make it."""
-    found, handles = [], []
-    for name, layer in model.named_modules():
-        if name:
-            hook = lambda module, args, output, name=name: found.append(name) if has_nan(output) else None  # noqa: E731
-            handles.append(layer.register_forward_hook(hook))
-    try:
-        model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
-
-
-def has_nan(value):
-    if isinstance(value, tuple | list):
-        return any(map(has_nan, value))
-    return isinstance(value, torch.Tensor) and bool(value.isnan().any())
+    return n23._first(n23._collect(model, x, [named for named in model.named_modules() if named[0]]))
 
 
 def mean_of_all(model, name, batches):
@@ -392,15 +374,14 @@ def mean_of_all(model, name, batches):
 def shapes_in_training(model, x):
     """Puts the statistics back, but not when the forward raises."""
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    shapes, handles = {}, []
+    handles, shapes = [], {}
     for name, child in model.named_children():
-        hook = lambda module, args, output, name=name: shapes.update({name: tuple(output.shape)})  # noqa: E731
-        handles.append(child.register_forward_hook(hook))
+        noting = partial(lambda name, module, args, output: shapes.update({name: tuple(output.shape)}), name)
+        handles.append(child.register_forward_hook(noting))
     try:
         model(x)
     finally:
-        for handle in handles:
-            handle.remove()
+        [handle.remove() for handle in handles]
     model.load_state_dict(state)
     return shapes
 

@@ -457,7 +457,7 @@ def test_transforms_of_functions_are_counted_and_leave_nothing_behind(number):
     assert stats["0"].count == x.numel()
 
 
-def test_the_default_dtype_does_not_matter(monkeypatch):
+def test_the_default_dtype_does_not_matter():
     model = nn.Identity()
 
     def zeros():
