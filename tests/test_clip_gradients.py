@@ -127,10 +127,19 @@ def test_a_parameter_that_takes_no_hook_leaves_none_on_the_others():
         clip_gradients(model, -1, 1)
 
 
-def test_complex_and_sharded_parameters_are_refused():
+def test_complex_parameters_are_refused():
     with pytest.raises(ValueError, match="complex numbers have no order"):
         clip_gradients(nn.Linear(2, 2, dtype=torch.complex64), -1, 1)
-    model = nn.Linear(2, 2)
-    model.unshard = lambda: None  # as fully_shard's modules have
-    with pytest.raises(ValueError, match=r"are sharded.*never fire.*clip_grad_value_"):
-        clip_gradients(model, -1, 1)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch knows no other processes")
+def test_sharded_parameters_are_refused(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/here", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        with pytest.raises(ValueError, match=r"are sharded.*never fire.*clip_grad_value_"):
+            clip_gradients(fully_shard(nn.Linear(2, 2), mesh=mesh), -1, 1)
+    finally:
+        torch.distributed.destroy_process_group()
