@@ -36,11 +36,6 @@ class Segmented(nn.Sequential):
         return _new, (self._hooklab_kind,), state
 
     def forward(self, input: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "checkpoint_segments does not work inside torch.compile, which has its own way to compute again; "
-                "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
-            )
         self._hooklab_called = True
         if not torch.is_grad_enabled():
             return super().forward(input)
@@ -55,6 +50,11 @@ class Segmented(nn.Sequential):
 
 def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest computed again."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "checkpoint_segments does not work inside torch.compile, which has its own way to compute again; "
+            "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
+        )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
 
     def run(*leaves: Any) -> Any:
