@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -184,7 +185,22 @@ def _show_own_lines(
         for each, steps in behind:
             each.__traceback__ = steps
     shell._showtraceback(kind, error, shown)
+    _keep_what_is_shown(shell, error, shown)
     return shown
+
+
+def _keep_what_is_shown(shell: Any, error: BaseException, shown: list[str]) -> None:
+    """IPython formats an error once more, for its history. That takes half a second where it reads PyTorch's files."""
+    if hasattr(error, "_render_traceback_"):
+        return
+    with suppress(AttributeError):  # an error that takes no attributes
+        error._render_traceback_ = lambda: shown
+
+        def forget() -> None:
+            del error._render_traceback_  # for %tb
+            shell.events.unregister("post_execute", forget)
+
+        shell.events.register("post_execute", forget)
 
 
 def _only_own(shell: Any, trace: Any) -> Any:

@@ -201,6 +201,24 @@ def test_the_errors_behind_an_error_are_shortened_too():
     assert "module.py" in whole
 
 
+def test_an_error_is_formatted_once_and_the_history_keeps_what_was_shown():
+    set_up = "from hooklab import lesson\nlesson.start()"
+    counted = (
+        "shell, formatted = get_ipython(), []\n"
+        "each = shell.InteractiveTB.structured_traceback\n"
+        "def counting(*args, **kwargs):\n    formatted.append(args)\n    return each(*args, **kwargs)\n"
+        "shell.InteractiveTB.structured_traceback = counting"
+    )
+    kept = (
+        "import sys\n"
+        "kept = '\\n'.join(shell.history_manager.exceptions[3]['traceback']).splitlines()\n"
+        "left = hasattr(sys.last_value, '_render_traceback_')\n"
+        "raise RuntimeError(f'formatted {len(formatted)} times, kept {len(kept)} lines, left: {left}')"
+    )
+    first, then = run_cells(set_up, counted, "1 / 0", kept)
+    assert f"RuntimeError: formatted 1 times, kept {len(first.splitlines())} lines, left: False" in then
+
+
 # ---- pretrained weights ----
 
 
