@@ -241,18 +241,25 @@ RUN_DAMAGES = {
 }
 
 
-def run(notebook):
-    """The ids of the cells that fail when pytest runs this notebook as it runs the real ones."""
+def failing(path):
+    """Pairs of a name and a cell's number: what fails when pytest runs the notebooks here as it runs the real ones."""
     # Not by PYTHONPATH, which a forked kernel cannot take over.
     start = f"import sys; sys.path[:0] = {[str(notebook_form.ROOT), str(notebook_form.ROOT / 'tests')]}; "
     command = [sys.executable, "-c", start + "import pytest; sys.exit(pytest.main())"]
     command += ["-c", str(notebook_form.ROOT / "pyproject.toml"), "-p", "conftest"]
     done = subprocess.run(
-        [*command, "-q", "-rf", "--color=no", "-p", "no:cacheprovider", str(notebook.path)],
-        env={**os.environ, "PYTEST_ADDOPTS": ""}, capture_output=True, text=True, timeout=240, cwd=notebook.path.parent,
+        [*command, "-q", "-rf", "--color=no", "-p", "no:cacheprovider", str(path)],
+        env={**os.environ, "PYTEST_ADDOPTS": "", "HOOKLAB_AGAIN": "1"},
+        capture_output=True, text=True, timeout=240, cwd=path if path.is_dir() else path.parent,
     )  # fmt: skip
     assert " passed" in done.stdout, done.stdout + done.stderr
-    failed = {int(number) for number in re.findall(r"^FAILED .*::Cell (\d+)", done.stdout, re.MULTILINE)}
+    found = re.findall(r"^FAILED .*?(\w+)(?:\.ipynb)?::Cell (\d+)", done.stdout, re.MULTILINE)
+    return [(name, int(number)) for name, number in found]
+
+
+def run(notebook):
+    """The ids of the cells that fail."""
+    failed = {number for _, number in failing(notebook.path)}
     return {cell.id for number, cell in enumerate(notebook.code) if number in failed}
 
 
@@ -271,6 +278,22 @@ def test_a_run_notices_cells_that_were_reordered_and_renumbered(tmp_path):
 
     failed = run(damaged(tmp_path, damage))
     assert failed, "retain-s3 leaves another x and y behind, so what follows must differ"
+
+
+def test_a_run_notices_what_cannot_be_run_again(tmp_path):
+    section = ["guess = None", "y = x + 1", "check.predict('11.1', guess, actual=y)"]
+    for stem, last in {
+        "fine": "again = True",
+        "not_twice": "assert 'again' not in globals()\nagain = True",
+        "not_late": "x = None",
+        "not_judged": "check.predict = lambda *args, **kwargs: None",
+    }.items():
+        cells = ["from hooklab import check\nx = 1", *section, last]
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+        notebook.cells.insert(1, nbformat.v4.new_markdown_cell("## 1 一 · One"))
+        nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
+    # Each in the last cell: before it all was well.
+    assert failing(tmp_path) == [("not_judged", 4), ("not_late", 4), ("not_twice", 4)]
 
 
 def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeypatch, capsys):
