@@ -241,7 +241,7 @@ RUN_DAMAGES = {
 }
 
 
-def failing(path):
+def failing(path, again="0"):
     """Pairs of a name and a cell's number: what fails when pytest runs the notebooks here as it runs the real ones."""
     # Not by PYTHONPATH, which a forked kernel cannot take over.
     start = f"import sys; sys.path[:0] = {[str(notebook_form.ROOT), str(notebook_form.ROOT / 'tests')]}; "
@@ -249,7 +249,7 @@ def failing(path):
     command += ["-c", str(notebook_form.ROOT / "pyproject.toml"), "-p", "conftest"]
     done = subprocess.run(
         [*command, "-q", "-rf", "--color=no", "-p", "no:cacheprovider", str(path)],
-        env={**os.environ, "PYTEST_ADDOPTS": "", "HOOKLAB_AGAIN": "1"},
+        env={**os.environ, "PYTEST_ADDOPTS": "", "HOOKLAB_AGAIN": again},
         capture_output=True, text=True, timeout=240, cwd=path if path.is_dir() else path.parent,
     )  # fmt: skip
     assert " passed" in done.stdout, done.stdout + done.stderr
@@ -293,7 +293,7 @@ def test_a_run_notices_what_cannot_be_run_again(tmp_path):
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell("## 1 一 · One"))
         nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
     # Each in the last cell: before it all was well.
-    assert failing(tmp_path) == [("not_judged", 4), ("not_late", 4), ("not_twice", 4)]
+    assert failing(tmp_path, again="1") == [("not_judged", 4), ("not_late", 4), ("not_twice", 4)]
 
 
 def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeypatch, capsys):
