@@ -221,9 +221,8 @@ _shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDicti
 
 
 class _Opened(threading.local):
-    blocks: Sequence[
-        tuple[nn.Module | None, Any]
-    ] = ()  # open in this thread: each with its model and its hooks
+    # Of this thread: each with its model and its hooks.
+    blocks: Sequence[tuple[nn.Module | None, Any]] = ()
 
 
 _opened = _Opened()

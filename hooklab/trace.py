@@ -39,9 +39,8 @@ class Trace:
         self._sees_new_nodes = False
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
-        self._names: dict[
-            int, tuple[weakref.ref[Tensor], str]
-        ] = {}  # by id(); an id is used again once it is free
+        # By id(); an id is used again once it is free.
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         # Weak, so that a tensor may be freed inside the block; with the .grad seen last, to infer retain_grad.
         self._watched = [
             (name, weakref.ref(tensor), [_grad_state(tensor)]) for name, tensor in tensors.items()
