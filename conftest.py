@@ -47,3 +47,9 @@ def pytest_collection_finish():
     """Tests that collect garbage shall look at what they made, not each time at all that PyTorch is."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze():
+    """Nor at what earlier modules have imported."""
+    gc.freeze()

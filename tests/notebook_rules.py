@@ -4,9 +4,11 @@
 shows which rule catches what.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import nbformat
@@ -35,15 +37,15 @@ class Notebook:
     path: Path
     stem: str
 
-    @property
+    @cached_property
     def node(self) -> nbformat.NotebookNode:
         return notebook_form.read(self.path)
 
-    @property
+    @cached_property
     def cells(self) -> list[Cell]:
         return notebook_form.cells(self.node)
 
-    @property
+    @cached_property
     def code(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.is_code]
 
@@ -53,7 +55,7 @@ Rule = Callable[[Notebook], Iterator[str]]
 
 def normal_form(notebook: Notebook) -> Iterator[str]:
     if notebook.path.read_text(encoding="utf-8") != notebook_form.written(
-        notebook_form.normalise(notebook.node)
+        notebook_form.normalise(copy.deepcopy(notebook.node))
     ):
         yield "the file is not as `make refresh` writes it: metadata, tracebacks or layout; run `make refresh`"
 
