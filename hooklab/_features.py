@@ -51,6 +51,7 @@ class Features(Installed, Mapping[str, Any]):
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
         self._quick: list[bool] = []  # empty when an output has to be looked at twice
+        self._frozen: list[bool] = []  # the same in inference mode: asking for a version would take long
         self._forwards = 0
         self._thread = 0  # the one that `run` was called in
         self._groups = list(groups(layers))
@@ -86,7 +87,7 @@ class Features(Installed, Mapping[str, Any]):
             )
         self._wanted.update(self._first.values())
         self._thread = get_ident()
-        self._quick.clear()
+        self._hurry_no_more()
         # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
         stops = [module.register_forward_hook(self._stop) for module, _ in self._groups]
         try:
@@ -121,6 +122,7 @@ class Features(Installed, Mapping[str, Any]):
     def _recorders(self) -> Callable[[str], Callable]:
         """Makes the hooks. All that they use but the name is shared, so that it stays in a core's cache."""
         quick, note, look, task, keep = self._quick, self._log.append, self._look, graph_task, self._keep
+        frozen = self._frozen
 
         # Every line here is paid for in every call of every layer.
         def keeping(name: str) -> Callable:
@@ -147,6 +149,9 @@ class Features(Installed, Mapping[str, Any]):
                         return
                     except RuntimeError:  # an inference tensor has no version
                         pass
+                elif frozen and output.__class__ is Tensor and output.is_inference():
+                    note((name, output, None))
+                    return
                 look(name, output)
 
             return hook
@@ -189,10 +194,9 @@ class Features(Installed, Mapping[str, Any]):
             self._log.clear()
             self._alone.clear()
             self._sorted = NOTHING
-            self._quick.clear()
-            # Asking an inference tensor for its version takes longer than a layer.
-            if not self._wanted and not torch.is_inference_mode_enabled():
-                self._quick.append(True)
+            self._hurry_no_more()
+            if not self._wanted:
+                (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(True)
         running.append(thread)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -200,7 +204,11 @@ class Features(Installed, Mapping[str, Any]):
         if thread in running and graph_task() == NO_BACKWARD:
             running.remove(thread)
             if not running:
-                self._quick.clear()
+                self._hurry_no_more()
+
+    def _hurry_no_more(self) -> None:
+        self._quick.clear()
+        self._frozen.clear()
 
     # ---- reading ----
 

@@ -327,6 +327,25 @@ def test_inference_tensors_have_no_version_and_are_not_checked():
     assert (f["0"] >= 0).all()  # the ReLU's output: documented
 
 
+def test_in_inference_mode_an_ordinary_tensor_is_checked_still():
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    x = -torch.ones(2)
+    with torch.inference_mode(), features(model, "0") as f:
+        model(x)
+    with pytest.raises(RuntimeError, match="overwritten in place"):
+        f["0"]
+
+
+def test_after_a_forward_in_inference_mode_the_next_is_checked_again():
+    model = mlp(4, 5, 2, inplace=True)
+    with features(model, "0") as f:
+        with torch.inference_mode():
+            model(torch.randn(3, 4))
+        model(torch.randn(3, 4))
+        with pytest.raises(RuntimeError, match="overwritten in place"):
+            f["0"]
+
+
 # ---- run ----
 
 
