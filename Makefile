@@ -53,13 +53,14 @@ screenshots: $(READY)
 	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q tests/test_browser.py
 
 # ATEN_CPU_CAPABILITY=default switches vector instructions off; HOOKLAB_THREADS is what lesson.start() uses.
+test-portable: export HOOKLAB_AGAIN = 0
 test-portable: $(READY)
-	@export HOOKLAB_AGAIN=0; for capability in default native; do for threads in 1 2; do \
+	@for capability in default native; do for threads in 1 2; do \
 	  echo "hooklab: notebooks with $$capability instructions, $$threads thread(s)"; \
 	  if [ $$capability = default ]; then export ATEN_CPU_CAPABILITY=default; else unset ATEN_CPU_CAPABILITY; fi; \
 	  HOOKLAB_THREADS=$$threads OMP_NUM_THREADS=$$threads $(PYTEST) -q notebooks || exit 1; done; done
-	@export HOOKLAB_AGAIN=0; for round in 1 2; do echo "hooklab: notebooks as they are, round $$round of 3"; $(PYTEST) -q notebooks || exit 1; done
-	@echo "hooklab: notebooks as they are, each in a kernel that starts afresh, round 3 of 3"; HOOKLAB_AGAIN=0 HOOKLAB_FORK=0 $(PYTEST) -q notebooks
+	@for round in 1 2; do echo "hooklab: notebooks as they are, round $$round of 3"; $(PYTEST) -q notebooks || exit 1; done
+	@echo "hooklab: notebooks as they are, each in a kernel that starts afresh, round 3 of 3"; HOOKLAB_FORK=0 $(PYTEST) -q notebooks
 
 refresh: $(READY)
 	@$(RUN) python tests/refresh.py

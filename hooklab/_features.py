@@ -51,7 +51,7 @@ class Features(Installed, Mapping[str, Any]):
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
         self._quick: list[bool] = []  # empty when an output has to be looked at twice
-        self._frozen: list[bool] = []  # the same in inference mode: asking for a version would take long
+        self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
         self._forwards = 0
         self._thread = 0  # the one that `run` was called in
         self._groups = list(groups(layers))
@@ -87,7 +87,7 @@ class Features(Installed, Mapping[str, Any]):
             )
         self._wanted.update(self._first.values())
         self._thread = get_ident()
-        self._hurry_no_more()
+        self._no_shortcuts()
         # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
         stops = [module.register_forward_hook(self._stop) for module, _ in self._groups]
         try:
@@ -149,7 +149,9 @@ class Features(Installed, Mapping[str, Any]):
                         return
                     except RuntimeError:  # an inference tensor has no version
                         pass
-                elif frozen and output.__class__ is Tensor and output.is_inference():
+                elif (
+                    frozen and output.__class__ is Tensor and output.is_inference() and task() == NO_BACKWARD
+                ):
                     note((name, output, None))
                     return
                 look(name, output)
@@ -194,7 +196,7 @@ class Features(Installed, Mapping[str, Any]):
             self._log.clear()
             self._alone.clear()
             self._sorted = NOTHING
-            self._hurry_no_more()
+            self._no_shortcuts()
             if not self._wanted:
                 (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(True)
         running.append(thread)
@@ -204,9 +206,9 @@ class Features(Installed, Mapping[str, Any]):
         if thread in running and graph_task() == NO_BACKWARD:
             running.remove(thread)
             if not running:
-                self._hurry_no_more()
+                self._no_shortcuts()
 
-    def _hurry_no_more(self) -> None:
+    def _no_shortcuts(self) -> None:
         self._quick.clear()
         self._frozen.clear()
 

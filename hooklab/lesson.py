@@ -8,7 +8,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -193,14 +192,16 @@ def _keep_what_is_shown(shell: Any, error: BaseException, shown: list[str]) -> N
     """IPython formats an error once more, for its history. That takes half a second where it reads PyTorch's files."""
     if hasattr(error, "_render_traceback_"):
         return
-    with suppress(AttributeError):  # an error that takes no attributes
+    try:
         error._render_traceback_ = lambda: shown
+    except AttributeError:  # it takes no attributes
+        return
 
-        def forget() -> None:
-            del error._render_traceback_  # for %tb
-            shell.events.unregister("post_execute", forget)
+    def forget() -> None:
+        del error._render_traceback_  # for %tb
+        shell.events.unregister("post_execute", forget)
 
-        shell.events.register("post_execute", forget)
+    shell.events.register("post_execute", forget)
 
 
 def _only_own(shell: Any, trace: Any) -> Any:
