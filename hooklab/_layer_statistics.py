@@ -81,6 +81,9 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if graph_task() == NO_BACKWARD:
+                if output.__class__ is Tensor:
+                    add(output)
+                    return
                 for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                     add(tensor)
 

@@ -12,8 +12,7 @@ from torch.compiler import is_compiling
 __all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-CHUNK = 65_536  # numbers: small enough for a core's cache with its copies, large enough for few calls
-TWO_CALLS = 32_768  # numbers: from here on amin and amax are faster than aminmax
+CHUNK = 131_072  # numbers: few calls, and 1 MiB of scratch memory for each thread
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
@@ -145,9 +144,11 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [_merged(self._pending)]
             return
-        few = math.ceil(tensor.numel() / CHUNK)
-        for part in (tensor,) if few == 1 and tensor.is_contiguous() else tensor.flatten().chunk(few):
-            self._add(*(_fast(part) or _careful(part.flatten()).tolist()))
+        if tensor.numel() <= CHUNK and tensor.is_contiguous():
+            self._add(*(_fast(tensor) or _careful(tensor.flatten()).tolist()))
+            return
+        for part in tensor.flatten().chunk(math.ceil(tensor.numel() / CHUNK)):
+            self._add(*(_fast(part) or _careful(part).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""
@@ -231,26 +232,28 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """Memory for a part as float64 and as float32, used again and again: fresh memory costs more than counting.
+    """Memory for a part as float64, used again and again: fresh memory costs more than counting.
 
-    So do fresh views: they are kept for the shapes seen last.
+    Its first half serves once more for a part as float32. Fresh views cost time too: they are kept for the
+    shapes seen last.
     """
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
             self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
-            self.flags = torch.empty(CHUNK, dtype=torch.float32, device="cpu")
+            self.signs = self.wide.view(torch.float32)[:CHUNK]
         self.views: dict[torch.Size, tuple[Tensor, ...]] = {}
 
     def of(self, shape: torch.Size) -> tuple[Tensor, ...]:
         """Both, each flat and in this shape."""
-        if shape not in self.views:
+        views = self.views.get(shape)
+        if views is None:
             if len(self.views) >= MAX_SHAPES:
                 self.views.clear()
             with torch.inference_mode(False):
-                flat = self.wide[: shape.numel()], self.flags[: shape.numel()]
-                self.views[shape] = *flat, *(memory.view(shape) for memory in flat)
-        return self.views[shape]
+                flat = self.wide[: shape.numel()], self.signs[: shape.numel()]
+                views = self.views[shape] = *flat, *(memory.view(shape) for memory in flat)
+        return views
 
 
 _scratch = _Scratch()
@@ -258,24 +261,28 @@ _scratch = _Scratch()
 
 def _fast(part: Tensor) -> tuple[float, ...] | None:
     """The figures of a part on the CPU, or None where it has NaN or infinite entries."""
-    wide, flags, wide_shaped, flags_shaped = _scratch.of(part.shape)
+    wide, signs, wide_shaped, signs_shaped = _scratch.of(part.shape)
     wide_shaped.copy_(part)
     number, squares = wide.numel(), wide.dot(wide).item()
     if not math.isfinite(squares):
         return None
     mean = wide.sum().item() / number
     spread = squares - mean * mean * number
-    low, high = torch.aminmax(part) if number < TWO_CALLS else (part.amin(), part.amax())
-    low, high, zeros = low.item(), high.item(), 0.0
-    if low <= 0 <= high:
-        # Written as floats and then added: many times faster than count_nonzero where there are zeros.
-        torch.eq(part, 0, out=flags_shaped)
-        zeros = flags.sum().item()
+    lowest, highest = torch.aminmax(part)
+    low, high = lowest.item(), highest.item()
     if low == high:
         mean, spread = low, 0.0
     elif spread < NARROW * squares:
         wide.sub_(mean)
         spread = wide.dot(wide).item()
+    zeros = 0.0
+    if low <= 0 <= high:
+        # -1, 0 and 1 in the memory of `wide`: faster than `part == 0` or count_nonzero.
+        if part.dtype is torch.float32:
+            torch.sign(part, out=signs_shaped)
+        else:
+            signs_shaped.copy_(part.sign())
+        zeros = number - (signs.dot(signs) if low else signs.sum()).item()
     return number, mean, spread, zeros, 0, 0, low, high
 
 
