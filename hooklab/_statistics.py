@@ -78,18 +78,15 @@ class Running:
         self._rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
         self._calls_per_row, self._row_calls = 1, 0
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor, unwrapped: bool = False) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
         # Inside grad, vmap, jvp of torch.func. A compiler does not know the question, and would warn.
-        if not is_compiling() and peek_interpreter_stack() is not None:
+        if not unwrapped and not is_compiling() and peek_interpreter_stack() is not None:
             while is_functorch_wrapped_tensor(tensor):
                 tensor = get_unwrapped(tensor)
             with torch._C._DisableFuncTorch(), torch.no_grad():
-                self._count_in(tensor.detach())
+                self.add(tensor.detach(), unwrapped=True)
             return
-        self._count_in(tensor)
-
-    def _count_in(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
@@ -103,7 +100,8 @@ class Running:
             if self._bins:
                 self._add_to_histogram(tensor)
             if number >= STAGED:
-                self._measure(tensor)
+                if number > CHUNK or not (tensor.is_cpu and tensor.is_contiguous() and self._fast(tensor)):
+                    self._measure(tensor)
                 return
             self._staged.append(tensor.clone())
             self._staged_count += number
@@ -144,11 +142,9 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [_merged(self._pending)]
             return
-        if tensor.numel() <= CHUNK and tensor.is_contiguous():
-            self._add(*(_fast(tensor) or _careful(tensor.flatten()).tolist()))
-            return
         for part in tensor.flatten().chunk(math.ceil(tensor.numel() / CHUNK)):
-            self._add(*(_fast(part) or _careful(part).tolist()))
+            if not self._fast(part):
+                self._add(*_careful(part).tolist())
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""
@@ -181,6 +177,36 @@ class Running:
         self._zeros += zeros
         self._nans += nans
         self._infs += infs
+
+    def _fast(self, part: Tensor) -> bool:
+        """Add a contiguous part on the CPU; False where it has NaN or infinite entries, which take longer."""
+        # Few calls and few steps between them: beside a small layer's forward every one of them counts.
+        shape = part.shape
+        wide, signs, wide_shaped, signs_shaped = _scratch.views.get(shape) or _scratch.of(shape)
+        wide_shaped.copy_(part)
+        squares = wide.dot(wide).item()
+        if not math.isfinite(squares):
+            return False
+        number = shape.numel()
+        mean = wide.sum().item() / number
+        spread = squares - mean * mean * number
+        lowest, highest = torch.aminmax(part)
+        low, high = lowest.item(), highest.item()
+        if low == high:
+            mean, spread = low, 0.0
+        elif spread < NARROW * squares:
+            wide.sub_(mean)
+            spread = wide.dot(wide).item()
+        zeros = 0.0
+        if low <= 0 <= high:
+            # -1, 0 and 1 in the memory of `wide`: faster than `part == 0` or count_nonzero.
+            if part.dtype is torch.float32:
+                torch.sign(part, out=signs_shaped)
+            else:
+                signs_shaped.copy_(part.sign())
+            zeros = number - (signs.dot(signs) if low else signs.sum()).item()
+        self._add(number, mean, spread, zeros, 0, 0, low, high)
+        return True
 
     # ---- the histogram ----
 
@@ -246,44 +272,16 @@ class _Scratch(threading.local):
 
     def of(self, shape: torch.Size) -> tuple[Tensor, ...]:
         """Both, each flat and in this shape."""
-        views = self.views.get(shape)
-        if views is None:
+        if shape not in self.views:
             if len(self.views) >= MAX_SHAPES:
                 self.views.clear()
             with torch.inference_mode(False):
                 flat = self.wide[: shape.numel()], self.signs[: shape.numel()]
-                views = self.views[shape] = *flat, *(memory.view(shape) for memory in flat)
-        return views
+                self.views[shape] = *flat, *(memory.view(shape) for memory in flat)
+        return self.views[shape]
 
 
 _scratch = _Scratch()
-
-
-def _fast(part: Tensor) -> tuple[float, ...] | None:
-    """The figures of a part on the CPU, or None where it has NaN or infinite entries."""
-    wide, signs, wide_shaped, signs_shaped = _scratch.of(part.shape)
-    wide_shaped.copy_(part)
-    number, squares = wide.numel(), wide.dot(wide).item()
-    if not math.isfinite(squares):
-        return None
-    mean = wide.sum().item() / number
-    spread = squares - mean * mean * number
-    lowest, highest = torch.aminmax(part)
-    low, high = lowest.item(), highest.item()
-    if low == high:
-        mean, spread = low, 0.0
-    elif spread < NARROW * squares:
-        wide.sub_(mean)
-        spread = wide.dot(wide).item()
-    zeros = 0.0
-    if low <= 0 <= high:
-        # -1, 0 and 1 in the memory of `wide`: faster than `part == 0` or count_nonzero.
-        if part.dtype is torch.float32:
-            torch.sign(part, out=signs_shaped)
-        else:
-            signs_shaped.copy_(part.sign())
-        zeros = number - (signs.dot(signs) if low else signs.sum()).item()
-    return number, mean, spread, zeros, 0, 0, low, high
 
 
 def _careful(part: Tensor) -> Tensor:

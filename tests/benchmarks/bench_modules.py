@@ -209,9 +209,9 @@ def spread(costs: dict[int, float]) -> float:
 
 
 def main() -> bool:
-    kept = compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=5)
-    kept += compare_forwards("20-block conv net", conv_net, rounds=25, repeat=2)
-    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=15, repeat=1)
+    kept = compare_forwards("24-layer tiny MLP", mlp, rounds=80, repeat=10)
+    kept += compare_forwards("20-block conv net", conv_net, rounds=80, repeat=3)
+    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=31, repeat=1)
     kept += gradients_of_activations() + early_stop() + other_modes() + growth()
     return all(kept)
 
