@@ -48,7 +48,8 @@ def resnet50() -> tuple[nn.Module, torch.Tensor, list[str]]:
 def compare_forwards(title: str, build: Callable, rounds: int, repeat: int) -> list[bool]:
     """Every way to keep the outputs of the same layers, each on a copy of the same model."""
     model, x, names = build()
-    contenders: dict[str, Callable] = {"plain": lambda: model(x)}
+    twin = copy.deepcopy(model)  # shows how far apart two that do the same come out
+    contenders: dict[str, Callable] = {"plain": lambda: model(x), "plain, an identical copy": lambda: twin(x)}
     contenders["bare dict + detach"], _ = bare_features(copy.deepcopy(model), names, x)
     contenders["bare mean + std"], _ = bare_mean_std(copy.deepcopy(model), names, x)
     ours, counted, written = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
