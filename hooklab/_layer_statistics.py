@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hooklab._features import NO_BACKWARD, graph_task
 from hooklab._installed import Installed
 from hooklab._select import groups
-from hooklab._statistics import Running, Statistics, short
+from hooklab._statistics import Running, Statistics, short, unbatched
 from hooklab._table import table
 from hooklab._walk import tensors_in
 
@@ -92,7 +92,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     def _on_gradient(self, running: Running) -> Callable:
         def arrived(grad: Tensor | None) -> None:
             if grad is not None and not self._closed:
-                running.add(grad)
+                running.add(unbatched(grad))
 
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient.
         def hook(module: nn.Module, args: tuple, output: Any) -> None:

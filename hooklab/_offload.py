@@ -49,6 +49,8 @@ class Packed:
         self.storage = weakref.ref(tensor.untyped_storage())
         self.tensor, self.version = hold(tensor)  # until it moves
         self.counter = self.tensor  # shows the version, also after that
+        # Without a gradient of its own it may be filled only after it is saved, as the noise of RReLU is.
+        self.unfilled = not tensor.requires_grad
         self.slot: Any = None
         self.uses = self.left = 0  # how often it was saved; how often it is still wanted
         self.restored: Tensor | None = None  # read, and wanted once more
@@ -146,14 +148,23 @@ class Queue:
             self.again.leave(number, nbytes)
             self.waiting_bytes -= nbytes * waited
 
-    def make_room(self) -> None:
+    def make_room(self, running: int = 2) -> None:
+        """Move the oldest; not one that the operation running now has saved among its `running` last, and may fill."""
         while self.waiting and (self.waiting_bytes > self.keep or self.waiting[0]() is None):
             if (packed := self.waiting[0]()) is not None:
+                if packed.unfilled and len(self.waiting) <= running:
+                    return
                 packed.move()  # if this raises, it still waits
                 self.waiting_bytes -= packed.nbytes
                 self.kept_bytes -= packed.nbytes
                 self.moved_bytes += packed.nbytes
             self.waiting.popleft()
+
+    def finish(self) -> None:
+        """No operation is running any more."""
+        with self.lock:
+            self.settle()
+            self.make_room(running=0)
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-__all__ = ["hold", "installed", "is_parameter", "outer_hooks", "refuse_compiling", "refuse_edited", "unhold"]
+__all__ = [
+    "eager",
+    "hold",
+    "installed",
+    "is_parameter",
+    "outer_hooks",
+    "refuse_compiling",
+    "refuse_edited",
+    "unhold",
+]
 __all__ += ["version_probe", "warn_of_nothing"]
 
 
@@ -43,10 +52,13 @@ def refuse_edited(what: str, found: int, expected: int) -> None:
 
 
 def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
-    """The context for these two hooks. Where a compiler is at work, it leaves them alone."""
-    if "torch._dynamo" in sys.modules:
-        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
-    return graph.saved_tensors_hooks(pack, unpack)
+    """The context for these two hooks."""
+    return graph.saved_tensors_hooks(eager(pack), eager(unpack))
+
+
+def eager(function: Callable) -> Callable:
+    """The same function. Where a compiler is at work, it leaves it alone."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def refuse_compiling(what: str) -> None:

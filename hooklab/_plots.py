@@ -25,8 +25,8 @@ def rms(figures: Statistics) -> float:
     if math.isnan(figures.mean) or figures.count < 1:
         return math.nan
     finite = figures.count - figures.nans - figures.infs
-    spread = figures.std**2 * (finite - 1) / finite if finite > 1 else 0.0
-    return math.sqrt(figures.mean**2 + spread)
+    spread = figures.std * math.sqrt((finite - 1) / finite) if finite > 1 else 0.0
+    return math.hypot(figures.mean, spread)
 
 
 def gradient_flow(stats: dict[str, Statistics]) -> str:
@@ -103,7 +103,9 @@ def feature_maps(maps: Tensor) -> str:
     columns = number if number <= 8 else min(range(8, 13), key=lambda columns: (-number % columns, columns))
     lines = math.ceil(number / columns)
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
-    canvas = torch.full((lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan)
+    canvas = torch.full(
+        (lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan, device="cpu"
+    )
     for index, one in enumerate(maps):
         finite = torch.where(one.isfinite(), one, math.nan)
         known = finite[~finite.isnan()]

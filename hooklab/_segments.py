@@ -64,7 +64,10 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
         return output
 
     versions = list(map(_version, leaves))
-    output = checkpoint(run, *leaves, use_reentrant=False, context_fn=Buffers(segment).contexts)
+    buffers = Buffers(segment)
+    # Stopping early means stopping at the last save, and RReLU fills its noise after that.
+    early = not any(isinstance(module, nn.RReLU) for module in buffers.owners)
+    output = checkpoint(run, *leaves, use_reentrant=False, context_fn=buffers.contexts, early_stop=early)
     if versions != list(map(_version, leaves)):
         raise RuntimeError(
             f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
@@ -85,13 +88,15 @@ def _new(kind: type) -> nn.Sequential:
 class Buffers:
     """Computing a segment again starts from the buffers as its forward found them, and changes copies only.
 
-    So running statistics are updated once, and a buffer that the output depends on has its old value again.
+    So running statistics are updated once, and a buffer that the output depends on has its old value again; and
+    so has `training`, should `eval()` have been called in between.
     """
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
         self.before: dict[tuple[nn.Module, str], Tensor | None] = {}  # as the forward found them
-        self.real: list[dict[tuple[nn.Module, str], Tensor | None]] = []
+        self.modes = [module.training for module in self.owners]
+        self.real: list[tuple[dict[tuple[nn.Module, str], Tensor | None], list[bool]]] = []
         self.parameters: dict[nn.Parameter, int | None] = {}  # with the version that the forward has used
 
     def now(self) -> dict[tuple[nn.Module, str], Tensor | None]:
@@ -124,7 +129,8 @@ class Buffers:
         for parameter, version in self.parameters.items():
             if _version(parameter) != version:
                 refuse_edited(f"a parameter {list(parameter.shape)}", parameter._version, version)
-        self.real.append(self.now())
+        self.real.append((self.now(), [module.training for module in self.owners]))
+        self.set_modes(self.modes)
         copies: dict[int, Tensor] = {}
         for (owner, name), buffer in self.before.items():
             if _is_there(buffer) and id(buffer) not in copies:
@@ -132,8 +138,14 @@ class Buffers:
             owner._buffers[name] = copies.get(id(buffer), buffer)
 
     def __exit__(self, *exc_info: object) -> None:
-        for (owner, name), buffer in self.real.pop().items():
+        buffers, modes = self.real.pop()
+        self.set_modes(modes)
+        for (owner, name), buffer in buffers.items():
             owner._buffers[name] = buffer
+
+    def set_modes(self, modes: list[bool]) -> None:
+        for module, training in zip(self.owners, modes, strict=True):
+            module.training = training
 
 
 def _is_there(tensor: Tensor | None) -> bool:

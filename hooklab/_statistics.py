@@ -6,10 +6,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _dispatch_key_parse,
+    _dispatch_tls_is_dispatch_key_included,
+    _vmapmode_decrement_nesting,
+    _vmapmode_increment_nesting,
+)
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Running", "Statistics", "short"]
+__all__ = ["Running", "Statistics", "short", "unbatched"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
 CHUNK = 131_072  # numbers: few calls, and 1 MiB of scratch memory for each thread
@@ -18,6 +27,7 @@ GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHAPES = 64
+VMAP = _dispatch_key_parse("VmapMode")  # of the vmap that batched gradients still use
 UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 MAX_ROWS = 512  # of the history: after that two rows become one
 
@@ -87,15 +97,15 @@ class Running:
             with torch._C._DisableFuncTorch(), torch.no_grad():
                 self.add(tensor.detach(), unwrapped=True)
             return
-        if tensor.requires_grad:
-            tensor = tensor.detach()
+        if tensor.requires_grad or forward_ad._current_level >= 0:
+            tensor = tensor.detach()  # of its tangent, too
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
             tensor = _plain(tensor)
         number = tensor.numel()
         with self._lock:
             self.calls += 1
             self._count += number
-            if number == 0 or tensor.is_meta:
+            if number == 0 or tensor.is_meta or isinstance(tensor, FakeTensor):
                 return
             if self._bins:
                 self._add_to_histogram(tensor)
@@ -229,11 +239,22 @@ class Running:
     def _histogram(self) -> dict:
         if not self._bins:
             return {}
-        rows = [row.cpu() for row in self._rows] or [torch.zeros(self._bins + 2, dtype=torch.int64)]
+        rows = [row.cpu() for row in self._rows] or [
+            torch.zeros(self._bins + 2, dtype=torch.int64, device="cpu")
+        ]
         history = torch.stack(rows)
         below, *counts, above = history.sum(0).tolist()
         history = history[: len(self._rows), 1:-1]
         return {"histogram": counts, "below": below, "above": above, "history": history, "range": self._range}
+
+
+def unbatched(grad: Tensor) -> Tensor:
+    """All gradients of a batch inside `torch.autograd.grad(is_grads_batched=True)`; elsewhere `grad` itself."""
+    if not _dispatch_tls_is_dispatch_key_included(VMAP):
+        return grad
+    level = _vmapmode_increment_nesting() - 1
+    _vmapmode_decrement_nesting()
+    return torch._remove_batch_dim(grad, level, 0, 0)
 
 
 def _holey(tensor: Tensor) -> bool:
@@ -265,7 +286,7 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _disable_current_modes():
             self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
             self.signs = self.wide.view(torch.float32)[:CHUNK]
         self.views: dict[torch.Size, tuple[Tensor, ...]] = {}
@@ -275,7 +296,7 @@ class _Scratch(threading.local):
         if shape not in self.views:
             if len(self.views) >= MAX_SHAPES:
                 self.views.clear()
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), _disable_current_modes():
                 flat = self.wide[: shape.numel()], self.signs[: shape.numel()]
                 self.views[shape] = *flat, *(memory.view(shape) for memory in flat)
         return self.views[shape]

@@ -1,5 +1,6 @@
 """Part 2 of the course: find the layers of a model, watch them run, keep what they return."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -217,7 +218,7 @@ def layer_statistics(
         (the share of exact zeros), `.nans`, `.infs`, and with bins `.histogram`, `.below`, `.above` and
         `.history` (calls, bins). Mean, std, min and max are those of the finite entries, as
         torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of nested outputs every
-        tensor is counted, of complex ones the absolute value; meta tensors have no figures but `.calls` and
+        tensor is counted, of complex ones the absolute value; meta and fake tensors have no figures but `.calls` and
         `.count`. Recomputation under checkpointing is not counted.
 
     Raises:
@@ -276,7 +277,7 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
     params = _clippable(model)
 
     def clip_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.clamp(**bounds)
+        return None if grad is None else grad.clamp(**_within(bounds, grad.dtype))
 
     clipped = Installed()
     try:
@@ -286,6 +287,15 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
         clipped.remove()
         raise
     return clipped
+
+
+def _within(bounds: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """A bound that the dtype cannot hold bounds nothing there: it becomes infinite, which `clamp` takes."""
+    most = torch.finfo(dtype).max
+    return {
+        name: bound if abs(bound) <= most else math.copysign(math.inf, bound)
+        for name, bound in bounds.items()
+    }
 
 
 def _clippable(model: nn.Module) -> list[nn.Parameter]:

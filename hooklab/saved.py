@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hooklab import _refuse
 from hooklab._offload import Packed, Queue
-from hooklab._packing import hold, installed, is_parameter, refuse_compiling, unhold, warn_of_nothing
+from hooklab._packing import eager, hold, installed, is_parameter, refuse_compiling, unhold, warn_of_nothing
 from hooklab._saved_tensors import SavedTensors, owned
 from hooklab._segments import Segments
 from hooklab.stores import Disk, PinnedMemory
@@ -112,7 +112,8 @@ class Offload:
         min_bytes: what lies in a smaller memory than this stays.
 
     Attributes:
-        moved_bytes: written to the store so far; a tensor that is saved twice is written once.
+        moved_bytes: written to the store so far, complete when the block ends; a tensor that is saved twice is
+            written once.
         kept_bytes: saved, but not moved so far (parameters and buffers not counted); below `min_bytes` each as
             often as it was saved.
 
@@ -177,6 +178,8 @@ class Offload:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         *_opened.blocks, (model, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
+        if kind is None:
+            eager(self._queue.finish)()
         if kind is None and not self._saved_any:
             warn_of_nothing("Offload", model)
 

@@ -140,7 +140,7 @@ class Disk:
 
     def read(self, slot: Slot) -> Tensor:
         """The content of a slot, 1-D, in memory. As often as you like."""
-        flat = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype)
+        flat = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype, device="cpu")
         self._move(self._read_some, _bytes(flat), slot.start)
         return flat
 
@@ -198,7 +198,7 @@ class Cuda:
 
     def pinned(self, nbytes: int) -> Tensor:
         """Memory of the host that the GPU can reach by itself."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
         """Begin a copy, after everything the current stream was given so far; the result is an event.

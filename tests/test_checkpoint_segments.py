@@ -611,3 +611,29 @@ def test_a_forward_of_its_own_on_the_object_is_refused():
     model[0].forward = lambda x: x
     with pytest.raises(TypeError, match="should be a Sequential"):
         checkpoint_segments(model, {"0": 1})
+
+
+def test_noise_that_is_drawn_after_the_last_save_is_drawn_again():
+    model, by_segments = net(extra=lambda: (nn.RReLU(),)), net(extra=lambda: (nn.RReLU(),))
+    expected = train(model)
+    with checkpoint_segments(by_segments, {"body": 3}):
+        assert all(map(torch.equal, train(by_segments), expected))
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x * (2.0 if self.training else 1.0))
+
+
+def test_eval_between_forward_and_backward_changes_no_gradient_and_stays():
+    gradients, x = [], torch.randn(8, 4)
+    for plan in ({}, {"body": 2}):
+        model = net(extra=lambda: (Scaled(), nn.Dropout()))
+        torch.manual_seed(1)
+        with checkpoint_segments(model, plan) if plan else contextlib.nullcontext():
+            loss = model(x).square().sum()
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))

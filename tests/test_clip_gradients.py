@@ -143,3 +143,15 @@ def test_sharded_parameters_are_refused(tmp_path):
             clip_gradients(fully_shard(nn.Linear(2, 2), mesh=mesh), -1, 1)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 1e5), (torch.bfloat16, 1e39), (torch.float32, 1e39)]
+)
+def test_a_bound_beyond_the_dtype_bounds_nothing(dtype, bound):
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    layer = nn.ParameterList([weight])
+    factors = torch.tensor([-2.0, 0.5, torch.inf], dtype=dtype)
+    with clip_gradients(layer, -1, bound):
+        (weight * factors).sum().backward()
+    assert weight.grad.tolist() == [-1, 0.5, math.inf]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from matplotlib import image
 from models import mlp
+from torch import nn
 
 from hooklab import draw, layer_statistics
 
@@ -180,3 +181,19 @@ def test_a_layer_that_saw_nothing_but_empty_tensors_is_drawn():
     line = draw.activations(stats).facts.splitlines()[2]
     assert line.split()[:4] == ["none", "1", "-", "-"]
     assert "nan" not in line
+
+
+def test_gradient_flow_of_numbers_whose_squares_are_too_large():
+    model = nn.Linear(1, 2, bias=False, dtype=torch.float64)
+    with layer_statistics(model, "", of="grad_output") as stats:
+        (
+            model(torch.ones(1, 1, dtype=torch.float64)) * torch.tensor([1e200, -1e200], dtype=torch.float64)
+        ).sum().backward()
+    assert "1.0e+200" in draw.gradient_flow(stats).facts
+
+
+def test_feature_maps_are_drawn_whatever_the_default_device():
+    maps = torch.rand(2, 4, 4)
+    with torch.device("meta"):
+        picture = draw.feature_maps(maps)
+    assert picture.facts == draw.feature_maps(maps).facts

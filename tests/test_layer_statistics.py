@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import NESTED, Returns, Twice, mlp, same_state, state_of
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import _statistics, hooks_on, layer_statistics, no_leftovers
@@ -485,3 +487,47 @@ def test_of_a_nested_tensor_with_holes_the_entries_alone_are_counted():
     with layer_statistics(layer, "") as stats:
         layer(jagged)
     assert (stats[""].count, stats[""].mean) == (10, 21.0)
+
+
+@pytest.mark.parametrize("width", [10, 1_000])
+def test_gradients_that_come_in_batches_are_counted_together(width):
+    model, x = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)), torch.randn(20, 4)
+    x.requires_grad_()
+    batch = torch.randn(30, 20, 3)
+    with layer_statistics(model, "1", of="grad_output") as stats:
+        torch.autograd.grad(model(x), x, batch, is_grads_batched=True)
+    assert_exact(stats["1"], [batch @ model[2].weight])
+    with layer_statistics(model, "1", of="grad_output") as stats:
+        torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x.detach(), vectorize=True)
+    assert stats["1"].count == 3 * 20 * width
+
+
+@pytest.mark.parametrize("number", [30, 300])
+def test_under_forward_mode_derivatives_the_values_are_counted(number):
+    model = nn.Linear(number, number).requires_grad_(False)
+    x = torch.randn(number, number)
+    with layer_statistics(model, "") as stats, forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+    assert_exact(stats[""], [model(x)])
+    assert tangent is not None
+
+
+def test_fake_tensors_are_counted_without_figures_and_spoil_nothing():
+    model = nn.Linear(100, 90)
+    x = torch.randn(99, 100)
+    with layer_statistics(model, "") as stats, FakeTensorMode(allow_non_fake_inputs=True):
+        model(x)
+    assert (stats[""].calls, stats[""].count) == (1, 99 * 90)
+    assert math.isnan(stats[""].mean)
+    with layer_statistics(model, "") as stats:
+        torch.export.export(model, (x,))
+    with layer_statistics(model, "") as stats:
+        model(x)
+    assert_exact(stats[""], [model(x)])
+
+
+def test_figures_are_made_on_the_cpu_whatever_the_default_device(model):
+    with layer_statistics(model, "*", bins=3) as stats, torch.device("meta"):
+        model[0](torch.ones(2, 4, device="cpu"))
+        assert stats["0"].histogram is not None
+        assert len(stats.table().splitlines()) == 6

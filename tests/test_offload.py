@@ -87,8 +87,9 @@ def test_the_output_of_relu_is_also_the_input_of_the_next_layer():
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     x = torch.randn(5, 4)
     with Offload(model, to=CountingStore(), min_bytes=0) as offload:
-        model(x)
+        y = model(x)
     assert offload.moved_bytes == x.nbytes + 5 * 6 * 4
+    assert y.requires_grad
 
 
 def test_parameters_and_buffers_stay_also_as_views():
@@ -115,8 +116,9 @@ def test_a_parameter_of_another_storage_after_moving_the_model_is_recognised():
     offload = Offload(model, to=CountingStore(), min_bytes=0)
     model.weight.data = model.weight.data.clone()
     with offload:
-        model(torch.ones(2, 4))
+        y = model(torch.ones(2, 4))
     assert offload.moved_bytes == 2 * 4 * 4
+    assert y.requires_grad
 
 
 def test_small_tensors_stay_and_are_counted():
@@ -1009,3 +1011,28 @@ def test_what_is_collected_while_another_thread_holds_the_queue_waits_for_nobody
         (w * 1).sum()
         w.exp().sum()
     assert offload._queue.waiting_bytes == 0
+
+
+def test_noise_that_is_filled_after_it_was_saved_is_moved_filled(store):
+    """RReLU saves its noise before it draws it, and the version counter says nothing."""
+    relu, x = nn.RReLU(), leaf(50, 60)
+
+    def compute(x):
+        torch.manual_seed(5)
+        return relu(x.tanh()).square()
+
+    offload = same(compute, x, to=store)
+    assert offload.moved_bytes == 3 * x.nbytes  # the result of tanh, the noise, what is squared
+    assert offload.kept_bytes == 0
+
+
+def test_what_waits_at_the_end_of_the_block_is_moved_there():
+    x = torch.ones(3)  # needs no gradient: whoever saves it might still fill it
+    weight = leaf(3)
+    store = CountingStore()
+    with Offload(to=store, min_bytes=0) as offload:
+        y = weight * x
+        waiting = offload.moved_bytes
+    assert (waiting, offload.moved_bytes) == (0, x.nbytes)
+    y.sum().backward()
+    assert torch.equal(weight.grad, x)

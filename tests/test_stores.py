@@ -459,3 +459,10 @@ def test_a_disk_from_before_a_fork_is_refused(monkeypatch):
     for use in (lambda: store.write(torch.ones(3)), lambda: store.read(slot)):
         with pytest.raises(RuntimeError, match="made before the process was forked"):
             use()
+
+
+def test_disk_reads_into_the_memory_of_the_host_whatever_the_default_device():
+    store = Disk()
+    slot = store.write(torch.arange(3))
+    with torch.device("meta"):
+        assert store.read(slot).tolist() == [0, 1, 2]
