@@ -103,6 +103,8 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
                         continue
                     handle = tensor.register_hook(arrived)
                     if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
+                        # Of leaves that are gone there is nothing to remove.
+                        self._handles[:] = [h for h in self._handles if h.hooks_dict_ref() is not None]
                         self._handles.append(handle)
 
         return hook

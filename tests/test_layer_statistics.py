@@ -531,3 +531,13 @@ def test_figures_are_made_on_the_cpu_whatever_the_default_device(model):
         model[0](torch.ones(2, 4, device="cpu"))
         assert stats["0"].histogram is not None
         assert len(stats.table().splitlines()) == 6
+
+
+def test_leaves_that_are_gone_leave_no_handle_behind():
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    with layer_statistics(model, "0", of="grad_output") as stats:
+        for _ in range(20):
+            model(torch.ones(3, 2, requires_grad=True)).sum().backward()
+        handles = len(stats._handles)
+    assert handles <= 3
+    assert stats["0"].calls == 20
