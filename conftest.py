@@ -4,9 +4,11 @@ import gc
 import os
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import forked_kernels
+import nbval.kernel
 import pytest
 
 ROOT = Path(__file__).parent
@@ -34,6 +36,15 @@ def pytest_configure(config):
         undone_at_the_end.enter_context(forked_kernels.server(folder / "data"))
         environment.setenv(forked_kernels.SHARED, str(folder / "data"))
     environment.setenv("JUPYTER_DATA_DIR", os.environ[forked_kernels.SHARED])
+    environment.setattr(nbval.kernel, "start_new_kernel", partial(start_twice, nbval.kernel.start_new_kernel))
+
+
+def start_twice(start, *args, **kwargs):
+    """Two kernels that start at once may pick the same port, and one dies: it gets another."""
+    try:
+        return start(*args, **kwargs)
+    except RuntimeError:
+        return start(*args, **kwargs)
 
 
 def pytest_collection_modifyitems(items):

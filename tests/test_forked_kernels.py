@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import forked_kernels
+import nbval.kernel
 import pytest
 from jupyter_client.manager import start_new_kernel
 
@@ -143,3 +144,18 @@ def test_server_and_kernels_end_with_a_session_that_was_killed(tmp_path):
     pids = [int(pid) for pid in line.split()]
     assert len(pids) == 3, f"the kernel did not come up: {line!r}"
     assert [pid for pid in pids if not ended(pid)] == []
+
+
+def test_a_kernel_that_dies_at_its_start_is_started_once_more():
+    outcomes = [RuntimeError("Kernel died before replying to kernel_info"), "a kernel"]
+
+    def start(name):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return name, outcome
+
+    assert nbval.kernel.start_new_kernel.func(start, "python3") == ("python3", "a kernel")
+    outcomes += [RuntimeError("once"), RuntimeError("twice")]
+    with pytest.raises(RuntimeError, match="twice"):
+        nbval.kernel.start_new_kernel.func(start, "python3")
