@@ -81,7 +81,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if graph_task() == NO_BACKWARD:
-                if output.__class__ is Tensor:
+                if output.__class__ is Tensor:  # nearly always: the short way
                     add(output)
                     return
                 for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):

@@ -49,7 +49,7 @@ class Packed:
         self.storage = weakref.ref(tensor.untyped_storage())
         self.tensor, self.version = hold(tensor)  # until it moves
         self.counter = self.tensor  # shows the version, also after that
-        # Without a gradient of its own it may be filled only after it is saved, as the noise of RReLU is.
+        # Without a gradient it may be filled only after it is saved, as the noise of RReLU is.
         self.unfilled = not tensor.requires_grad
         self.slot: Any = None
         self.uses = self.left = 0  # how often it was saved; how often it is still wanted
@@ -148,11 +148,11 @@ class Queue:
             self.again.leave(number, nbytes)
             self.waiting_bytes -= nbytes * waited
 
-    def make_room(self, running: int = 2) -> None:
-        """Move the oldest; not one that the operation running now has saved among its `running` last, and may fill."""
+    def make_room(self, young: int = 2) -> None:
+        """Move the oldest. Among the `young` newest, one that may be unfilled stays: its operation may still run."""
         while self.waiting and (self.waiting_bytes > self.keep or self.waiting[0]() is None):
             if (packed := self.waiting[0]()) is not None:
-                if packed.unfilled and len(self.waiting) <= running:
+                if packed.unfilled and len(self.waiting) <= young:
                     return
                 packed.move()  # if this raises, it still waits
                 self.waiting_bytes -= packed.nbytes
@@ -164,7 +164,7 @@ class Queue:
         """No operation is running any more."""
         with self.lock:
             self.settle()
-            self.make_room(running=0)
+            self.make_room(young=0)
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:

@@ -6,12 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _dispatch_key_parse,
-    _dispatch_tls_is_dispatch_key_included,
-    _vmapmode_decrement_nesting,
-    _vmapmode_increment_nesting,
-)
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
@@ -27,7 +21,6 @@ GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHAPES = 64
-VMAP = _dispatch_key_parse("VmapMode")  # of the vmap that batched gradients still use
 UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 MAX_ROWS = 512  # of the history: after that two rows become one
 
@@ -250,10 +243,11 @@ class Running:
 
 def unbatched(grad: Tensor) -> Tensor:
     """All gradients of a batch inside `torch.autograd.grad(is_grads_batched=True)`; elsewhere `grad` itself."""
-    if not _dispatch_tls_is_dispatch_key_included(VMAP):
+    # They still use the vmap from before torch.func, whose tensors are not functorch's.
+    if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("VmapMode")):
         return grad
-    level = _vmapmode_increment_nesting() - 1
-    _vmapmode_decrement_nesting()
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
     return torch._remove_batch_dim(grad, level, 0, 0)
 
 

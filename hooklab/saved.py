@@ -178,9 +178,10 @@ class Offload:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         *_opened.blocks, (model, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
-        if kind is None:
-            eager(self._queue.finish)()
-        if kind is None and not self._saved_any:
+        if kind is not None:
+            return
+        eager(self._queue.finish)()
+        if not self._saved_any:
             warn_of_nothing("Offload", model)
 
     def __repr__(self) -> str:
