@@ -133,8 +133,10 @@ class Features(Installed, Mapping[str, Any]):
                     except Exception as error:
                         _blame_keep(error, name)
                         raise
-                    plain = kept.__class__ is Tensor and not kept.is_inference()
-                    note((name, kept, kept._version if plain else _versions(kept)))
+                    try:
+                        note((name, kept, kept._version if kept.__class__ is Tensor else _versions(kept)))
+                    except RuntimeError:  # an inference tensor has no version
+                        note((name, kept, None))
                 else:
                     look(name, output)
 
