@@ -41,10 +41,13 @@ def svg_from_dot(source: str) -> str:
         )
     failures = []
     for command in commands:
+        name = "pygraphviz" if command is PYGRAPHVIZ else command[0]
         try:
             return _run(command, source)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            failures.append(f"{command[0] if command is not PYGRAPHVIZ else 'pygraphviz'}: {error}")
+            failures.append(f"{name}: {error}")
+            if command is PYGRAPHVIZ and isinstance(error, ValueError):  # a system without what its wheel needs
+                failures.append("install Graphviz itself (Debian and Ubuntu: apt install graphviz)")
     raise NotDrawn("; ".join(failures))
 
 

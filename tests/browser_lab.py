@@ -14,9 +14,11 @@ import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import forked_kernels
 import pytest
+from playwright.sync_api import sync_playwright
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 PAGE = {"width": 1100, "height": 1000}  # of the picture in the README
@@ -36,18 +38,32 @@ SETTINGS = {
 }
 
 
+@contextmanager
+def browser():
+    """A Chromium; without one the tests are skipped, or fail where HOOKLAB_REQUIRE_BROWSER=1."""
+    try:
+        playwright = sync_playwright().start()
+    except Exception as error:  # its driver, a program of its own, does not run here
+        give_up(f"playwright does not start ({error}): is libatomic missing (Debian and Ubuntu: libatomic1)?")
+    try:
+        yield playwright.chromium.launch(executable_path=find_browser(playwright), args=FLAGS)
+    finally:
+        playwright.stop()  # and with it the browser
+
+
 def find_browser(playwright) -> str:
-    """The path of a Chromium; without one the tests are skipped, or fail where HOOKLAB_REQUIRE_BROWSER=1."""
+    """The path of a Chromium."""
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
     paths = [os.environ.get("HOOKLAB_CHROME"), *map(shutil.which, names)]
     if Path(playwright.chromium.executable_path).exists():
         paths.append(playwright.chromium.executable_path)
     for path in filter(None, paths):
         return path
-    stop = pytest.fail if os.environ.get("HOOKLAB_REQUIRE_BROWSER") == "1" else pytest.skip
-    stop(
-        "no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME"
-    )
+    give_up("no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME")
+
+
+def give_up(why: str) -> NoReturn:
+    (pytest.fail if os.environ.get("HOOKLAB_REQUIRE_BROWSER") == "1" else pytest.skip)(why)
 
 
 @contextmanager

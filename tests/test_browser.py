@@ -8,7 +8,7 @@ from pathlib import Path
 
 import browser_lab as lab
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,16 +33,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(folder):
     """A page with JupyterLab in it, which serves the copied folder."""
-    with sync_playwright() as playwright:
-        path = lab.find_browser(playwright)
-        with lab.running_lab(folder, folder.parent / "state") as address:
-            chromium = playwright.chromium.launch(executable_path=path, args=lab.FLAGS)
-            page = chromium.new_context(viewport=lab.VIEWPORT).new_page()
-            page.set_default_timeout(lab.DEADLINE * 1000)
-            expect.set_options(timeout=lab.DEADLINE * 1000)
-            lab.open_lab(page, address)
-            yield page
-            chromium.close()
+    with lab.browser() as chromium, lab.running_lab(folder, folder.parent / "state") as address:
+        page = chromium.new_context(viewport=lab.VIEWPORT).new_page()
+        page.set_default_timeout(lab.DEADLINE * 1000)
+        expect.set_options(timeout=lab.DEADLINE * 1000)
+        lab.open_lab(page, address)
+        yield page
+        chromium.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Pictures and their facts."""
 
 import re
+import shutil
 import sys
 
 import pytest
@@ -141,6 +142,15 @@ def test_a_broken_dot_gives_way_to_the_next_tool(monkeypatch):
     assert draw.graph(chain(1)).svg
     monkeypatch.setattr(_graphviz, "available", lambda: [broken])
     assert "dot is broken" in draw.graph(chain(1)).reason
+
+
+def test_where_the_wheel_lacks_a_library_of_the_system_graphviz_itself_is_asked_for(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    broken = [sys.executable, "-c", "raise ImportError('libgobject-2.0.so.0: cannot open shared object file')"]
+    monkeypatch.setattr(_graphviz, "PYGRAPHVIZ", broken)
+    reason = draw.graph(chain(1)).reason
+    assert "pygraphviz: ended with exit status 1 (ImportError: libgobject-2.0.so.0: cannot open" in reason
+    assert reason.endswith("install Graphviz itself (Debian and Ubuntu: apt install graphviz)")
 
 
 def test_a_layout_that_takes_too_long_says_so(monkeypatch):
