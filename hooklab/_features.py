@@ -1,6 +1,5 @@
 """What `features` returns: the outputs of chosen layers, and a forward that ends as soon as they are there."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -14,11 +13,10 @@ from torch.compiler import is_compiling
 
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
-from hooklab._walk import map_tensors, tensors_in
+from hooklab._walk import called_by_itself, map_tensors, tensors_in
 
 __all__ = ["NO_BACKWARD", "Enough", "Features", "graph_task"]
 
-CALL = nn.Module._call_impl.__code__
 # Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
 NO_BACKWARD = -1
 NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
@@ -191,7 +189,7 @@ class Features(Installed, Mapping[str, Any]):
         thread, running = 0 if is_compiling() else get_ident(), self._running
         if graph_task() != NO_BACKWARD:
             return
-        if running and thread in running and not _called_by_itself(module):
+        if running and thread in running and not called_by_itself(module):
             running.remove(thread)  # a forward that was interrupted from the keyboard
         if not running:
             self._forwards += 1
@@ -286,12 +284,3 @@ def _versions(kept: Any) -> Any:
     if isinstance(kept, Tensor):
         return None if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]
-
-
-def _called_by_itself(module: nn.Module) -> bool:
-    """True if a call of `module` is running inside another call of it."""
-    calls, frame = 0, sys._getframe()
-    while frame is not None:
-        calls += frame.f_code is CALL and frame.f_locals["self"] is module
-        frame = frame.f_back
-    return calls > 1

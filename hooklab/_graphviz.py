@@ -46,7 +46,8 @@ def svg_from_dot(source: str) -> str:
             return _run(command, source)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             failures.append(f"{name}: {error}")
-            if command is PYGRAPHVIZ and isinstance(error, ValueError):  # a system without what its wheel needs
+            # A system may lack a library that the wheel needs.
+            if command is PYGRAPHVIZ and isinstance(error, ValueError):
                 failures.append("install Graphviz itself (Debian and Ubuntu: apt install graphviz)")
     raise NotDrawn("; ".join(failures))
 

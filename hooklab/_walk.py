@@ -2,13 +2,26 @@
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["behind", "first_shape", "leave", "map_tensors", "shapes", "tensors_in"]
+__all__ = [
+    "CALL",
+    "behind",
+    "called_by_itself",
+    "first_shape",
+    "leave",
+    "map_tensors",
+    "shapes",
+    "tensors_in",
+]
+
+CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
 
 
 def behind(root: Node) -> Iterator[Node]:
@@ -36,10 +49,24 @@ def leave(running: list[tuple], module: nn.Module) -> bool:
     return True
 
 
+def called_by_itself(module: nn.Module) -> bool:
+    """True if a call of `module` is running inside another call of it.
+
+    If not, what a hook notes as running when `module` begins was interrupted from the keyboard: no hook ends that.
+    """
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code is CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1
+
+
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    """The tensors in nested tuples, lists, dicts and dataclasses; of a PackedSequence its data."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
@@ -55,6 +82,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with every tensor in it replaced by what `function` returns; the containers are new ones."""
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, PackedSequence):  # the rest of it are lengths and an order
+        return tuple.__new__(PackedSequence, (function(value.data), *value[1:]))
     if isinstance(value, tuple):
         items = [map_tensors(function, item) for item in value]
         # torch.return_types (what `torch.max` returns) refuse tuple's constructor; named tuples may have their own.

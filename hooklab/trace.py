@@ -19,7 +19,7 @@ from hooklab import _refuse
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
-from hooklab._walk import behind, first_shape, leave, tensors_in
+from hooklab._walk import behind, called_by_itself, first_shape, leave, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
 
@@ -37,6 +37,7 @@ class Trace:
         self._held: list[graph.Node] = []
         self._contexts = ExitStack()
         self._sees_new_nodes = False
+        self._removed = False
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
         # By id(); an id is used again once it is free.
@@ -75,6 +76,7 @@ class Trace:
 
     def remove(self) -> None:
         """Take every hook off again; the events stay. Twice is harmless."""
+        self._removed = True  # what belongs to the block ends with the block, and notes nothing until then
         while self._handles:
             self._handles.pop().remove()
         self._held.clear()
@@ -132,7 +134,7 @@ class Trace:
 
     def _hang_on_node(self, node: graph.Node) -> None:
         # A compiler makes Nodes, and runs them, to see what backward will need.
-        if torch.compiler.is_compiling():
+        if self._removed or torch.compiler.is_compiling():
             return
         kind, inside = type(node).__name__, self._inside()
         leaf = getattr(node, "variable", None)
@@ -152,6 +154,8 @@ class Trace:
         def hook(module: nn.Module, args: tuple) -> None:
             if root:
                 self._calls.clear()
+                if self._stack() and not called_by_itself(module):
+                    self._stack().clear()
             self._calls[label] += 1
             where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
             self._stack().append((module, where, sys.exc_info()[1]))
@@ -205,6 +209,8 @@ class Trace:
     # ---- the clock ----
 
     def _record(self, kind: str, where: str, shape: Any, inside: tuple[str, ...] | None = None) -> None:
+        if self._removed:
+            return
         run = torch._C._current_graph_task_id()  # -1 outside backward
         if kind.startswith("optimizer"):
             phase = "step"

@@ -59,7 +59,9 @@ def find_browser(playwright) -> str:
         paths.append(playwright.chromium.executable_path)
     for path in filter(None, paths):
         return path
-    give_up("no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME")
+    give_up(
+        "no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME"
+    )
 
 
 def give_up(why: str) -> NoReturn:

@@ -146,7 +146,11 @@ def test_a_broken_dot_gives_way_to_the_next_tool(monkeypatch):
 
 def test_where_the_wheel_lacks_a_library_of_the_system_graphviz_itself_is_asked_for(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    broken = [sys.executable, "-c", "raise ImportError('libgobject-2.0.so.0: cannot open shared object file')"]
+    broken = [
+        sys.executable,
+        "-c",
+        "raise ImportError('libgobject-2.0.so.0: cannot open shared object file')",
+    ]
     monkeypatch.setattr(_graphviz, "PYGRAPHVIZ", broken)
     reason = draw.graph(chain(1)).reason
     assert "pygraphviz: ended with exit status 1 (ImportError: libgobject-2.0.so.0: cannot open" in reason

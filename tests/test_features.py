@@ -140,6 +140,16 @@ def test_packed_sequences_and_recurrent_layers_keep_their_structure():
     assert torch.equal(kept_c, c)
 
 
+def test_of_a_packed_sequence_keep_gets_the_data_and_not_the_lengths():
+    gru = nn.GRU(3, 4)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 3), torch.tensor([5, 3]))
+    with features(gru, "", keep=lambda t: t.detach().mean()) as f:  # of integers there is no mean
+        expected, _ = gru(packed)
+    output, _ = f[""]
+    assert torch.equal(output.data, expected.data.mean())
+    assert torch.equal(output.batch_sizes, packed.batch_sizes)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes_are_kept(x, dtype):
     model = mlp(4, 3, 2).to(dtype)

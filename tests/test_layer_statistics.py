@@ -167,6 +167,17 @@ def test_nested_sparse_and_complex_tensors():
 # ---- histograms ----
 
 
+def test_the_lengths_in_a_packed_sequence_are_not_counted():
+    lstm = nn.LSTM(3, 4)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 3), torch.tensor([5, 3]))
+    with layer_statistics(lstm, "") as s:
+        output, (h, c) = lstm(packed)
+    counted = torch.cat([output.data.flatten(), h.flatten(), c.flatten()]).double()
+    assert s[""].count == counted.numel()
+    assert s[""].max == counted.max().item()
+    assert s[""].mean == pytest.approx(counted.mean().item(), rel=1e-12)
+
+
 def test_the_histogram_is_that_of_torch_with_the_rest_counted_apart():
     torch.manual_seed(0)
     tensors = [torch.randn(1000) * 3 for _ in range(5)]

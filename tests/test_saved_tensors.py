@@ -76,6 +76,19 @@ def test_without_the_hook_of_new_nodes_backward_tells_the_operation(monkeypatch)
     assert [one.operation for one in saved] == ["ExpBackward0", "SinBackward0"]
 
 
+def test_a_forward_interrupted_from_the_keyboard_does_not_name_what_follows():
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with saved_tensors(model) as saved:
+        with model[0].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(leaf(1, 2))
+        model(leaf(1, 2)).exp()
+    assert saved[-1].module == ""
+    assert saved[-2].module == "1"
+
+
 def test_modules_are_named_from_the_inside():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sigmoid()))
     with saved_tensors(model) as saved:

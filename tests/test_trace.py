@@ -277,6 +277,43 @@ def test_a_trace_goes_on_rightly_after_a_forward_that_raised(net):
     assert traced.events[-1].inside == ("Sequential",)
 
 
+def interrupted(model, layer, x):
+    """A forward that ends as with the stop button of JupyterLab: no hook hears of it."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with layer.register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        model(x)
+
+
+def test_a_trace_goes_on_rightly_after_a_forward_that_was_interrupted(net, batch):
+    with trace(net) as traced:
+        interrupted(net, net[1], batch)
+        begun = len(traced.events)
+        net(batch)
+    assert traced.events[begun].inside == ("Sequential",)
+    assert traced.events[-1].inside == ("Sequential",)
+
+
+def test_a_trace_removed_inside_its_block_notes_nothing_more(net, batch):
+    with no_leftovers(net), trace(net) as traced:
+        net(batch).sum().backward()
+        traced.remove()
+        count = len(traced.events)
+        net(batch).sum().backward()
+        assert traced._handles == []  # none on the new Nodes
+    assert len(traced.events) == count
+
+
+def test_what_is_unpacked_after_the_block_is_no_event(net, batch):
+    with trace(net) as traced:
+        loss = net(batch).sum()
+    count = len(traced.events)
+    loss.backward()
+    assert len(traced.events) == count
+
+
 def test_a_tensor_may_be_freed_inside_the_block():
     x = torch.ones(2, requires_grad=True)
     y = x * 2

@@ -33,6 +33,20 @@ def test_the_layers_directly_in_the_model_have_a_line_each(model, capsys):
     assert capsys.readouterr().out == "0  Linear      [2, 5]\n1  Sequential  [2, 3]\n2  Softmax     [2, 3]\n"
 
 
+def test_a_forward_interrupted_from_the_keyboard_does_not_number_the_next(model):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    lines = []
+    with verbose(model, write=lines.append):
+        with model[1].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 4))
+        assert [line.split()[0] for line in lines] == ["0", "1"]
+        lines.clear()
+        model(torch.ones(2, 4))
+    assert [line.split()[:2] for line in lines] == [["0", "Linear"], ["1", "Sequential"], ["2", "Softmax"]]
+
+
 def test_deeper_layers_come_before_the_one_around_them(model):
     names = [line.split()[0] for line in lines_of(model, torch.ones(2, 4), depth=2)]
     assert names == ["0", "1.0", "1.1", "1", "2"]

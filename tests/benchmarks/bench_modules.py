@@ -4,6 +4,8 @@
 """
 
 import copy
+import random
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -45,37 +47,62 @@ def resnet50() -> tuple[nn.Module, torch.Tensor, list[str]]:
     return model, torch.randn(1, 3, 224, 224), names
 
 
-def compare_forwards(title: str, build: Callable, rounds: int, repeat: int) -> list[bool]:
-    """Every way to keep the outputs of the same layers, each on a copy of the same model."""
+def hooked(use: Callable) -> Callable:
+    """A contender as in `peers.py`: hooks of the package on the model, and its forward."""
+
+    def make(model: nn.Module, names: list[str], x: torch.Tensor) -> Callable:
+        used = use(model, *names)
+
+        def run() -> object:
+            model(x)
+            return used  # as long as this lives, what it has counted lives
+
+        return run
+
+    return make
+
+
+def compare_forwards(title: str, build: Callable, rounds: int, repeat: int, copies: int = 1) -> list[bool]:
+    """Every way to keep the outputs of the same layers, each on a copy of the same model.
+
+    Where a model and its hooks come to lie in memory is worth a few percent of a small one: of each contender
+    `copies` are made, in a random order, and their mean counts.
+    """
     model, x, names = build()
-    twin = copy.deepcopy(model)  # shows how far apart two that do the same come out
-    contenders: dict[str, Callable] = {"plain": lambda: model(x), "plain, an identical copy": lambda: twin(x)}
-    contenders["bare dict + detach"], _ = bare_features(copy.deepcopy(model), names, x)
-    contenders["bare mean + std"], _ = bare_mean_std(copy.deepcopy(model), names, x)
-    ours, counted, written = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
-    f = features(ours, *names)
-    stats = layer_statistics(counted, *names)
-    lines: list[str] = []
-    verbose(written, *names, write=lines.append)
-    contenders["hooklab features"] = lambda: ours(x)
-    contenders["hooklab layer_statistics"] = lambda: counted(x)
-    contenders["hooklab verbose"] = lambda: written(x)
-    missing = []
-    for name, peer in PEERS.items():
+    makers: dict[str, Callable] = {
+        "plain": lambda model, names, x: partial(model, x),
+        "plain, an identical copy": lambda model, names, x: partial(model, x),
+        "bare dict + detach": lambda *args: bare_features(*args)[0],
+        "bare mean + std": lambda *args: bare_mean_std(*args)[0],
+        "hooklab features": hooked(features),
+        "hooklab layer_statistics": hooked(layer_statistics),
+        "hooklab verbose": hooked(partial(verbose, write=[].append)),
+        **PEERS,
+    }
+    contenders: dict[tuple[str, int], Callable] = {}
+    missing = {}
+    todo = [(name, number) for name in makers for number in range(copies)]
+    random.Random(0).shuffle(todo)
+    for name, number in todo:
         try:
-            contenders[name] = peer(copy.deepcopy(model), names, x)
+            contenders[name, number] = makers[name](copy.deepcopy(model), names, x)
         except ModuleNotFoundError as error:
-            missing.append(str(error))
+            missing[name] = str(error)
     with torch.no_grad():
-        seconds = medians(contenders, rounds, repeat)
-    assert len(f) == len(names)
-    assert stats[names[0]].calls > 1
+        each = medians(contenders, rounds, repeat)
+    assert all(len(contenders["hooklab features", number]()) == len(names) for number in range(copies))
+    assert contenders["hooklab layer_statistics", 0]()[names[0]].calls > 1
+    seconds = {
+        name: statistics.mean(each[name, number] for number in range(copies))
+        for name in makers
+        if (name, 0) in each
+    }
     plain = seconds["plain"]
     print(f"{title}: {len(names)} layers, forward under no_grad, {torch.get_num_threads()} thread")
     for name, value in sorted(seconds.items(), key=lambda item: item[1]):
-        each = (value - plain) / len(names) * 1e6
-        print(f"  {name:38} {value * 1e6:10.0f} us   {value / plain:6.3f} x plain   {each:8.2f} us/layer")
-    for error in missing:
+        added = (value - plain) / len(names) * 1e6
+        print(f"  {name:38} {value * 1e6:10.0f} us   {value / plain:6.3f} x plain   {added:8.2f} us/layer")
+    for error in missing.values():
         print(f"  left out: {error}")
     kept = [
         report(
@@ -210,8 +237,8 @@ def spread(costs: dict[int, float]) -> float:
 
 
 def main() -> bool:
-    kept = compare_forwards("24-layer tiny MLP", mlp, rounds=80, repeat=10)
-    kept += compare_forwards("20-block conv net", conv_net, rounds=80, repeat=3)
+    kept = compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=10, copies=5)
+    kept += compare_forwards("20-block conv net", conv_net, rounds=40, repeat=3, copies=3)
     kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=31, repeat=1)
     kept += gradients_of_activations() + early_stop() + other_modes() + growth()
     return all(kept)
