@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["agree", "shown"]
+__all__ = ["agree", "as_meant", "shown"]
 
 
 def agree(guess: Any, actual: Any) -> bool:
@@ -31,6 +31,20 @@ def agree(guess: Any, actual: Any) -> bool:
             return False
         return [str(item).casefold() for item in guess] == [str(item).casefold() for item in actual]
     return _close(guess, actual)
+
+
+def as_meant(guess: Any, actual: Any) -> Any:
+    """`guess`, with 24,000 as one number where one was asked for; Python makes the tuple (24, 0) of it."""
+    if isinstance(_plain(actual), bool) or not isinstance(_plain(actual), int | float):
+        return guess
+    if isinstance(guess, str) and re.fullmatch(r"\s*-?\d{1,3}(,\d{3})+\s*", guess):
+        return int(guess.replace(",", ""))
+    if isinstance(guess, tuple) and len(guess) > 1 and all(type(part) is int for part in guess):
+        first, *rest = guess
+        if 0 < abs(first) < 1000 and all(0 <= part < 1000 for part in rest):
+            sign = 1 if first > 0 else -1
+            return sign * sum(abs(part) * 1000**power for power, part in enumerate(reversed(guess)))
+    return guess
 
 
 def shown(value: Any) -> str:

@@ -158,7 +158,7 @@ class Trace:
                     self._stack().clear()
             self._calls[label] += 1
             where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
-            self._stack().append((module, where, sys.exc_info()[1]))
+            self._stack().append((module, where, sys.exception()))
             self._record("forward pre-hook", where, first_shape(args))
 
         return hook
@@ -169,7 +169,7 @@ class Trace:
             # It did not where an earlier pre-hook raised, or the trace began inside this call.
             began = leave(stack, module)
             where, error_before = stack[-1][1:] if began else (label, None)
-            raised = sys.exc_info()[1] is not error_before  # always_call: also when the forward has failed
+            raised = sys.exception() is not error_before  # always_call: also when the forward has failed
             self._record("forward raised" if raised else "forward hook", where, first_shape(output))
             if began:
                 stack.pop()

@@ -10,6 +10,7 @@ import notebook_form
 import numpy as np
 import pytest
 import torch
+from torch.nn.modules import module as modules
 
 from hooklab import check, features
 from hooklab.exercises import n23_watching_a_model_run as n23
@@ -275,6 +276,14 @@ def test_the_check_printed_in_contributing_works_as_it_stands():
         (10**400, 1.0, False),
         (object(), 1.0, False),
         ([[1], [2, 3]], 1.0, False),
+        ((24, 0), 24_000, True),  # 24,000 without quotes
+        ("24,000", 24_000, True),
+        ((25, 690, 624), torch.tensor(25_690_624), True),
+        ((-4, 0), -4_000.0, True),
+        ((25, 0), 24_000, False),
+        ([24, 0], 24_000, False),
+        ((8, 0), [8, 0], True),
+        ("8, 0", [8, 0], True),
     ],
 )
 def test_a_guess_is_compared_by_its_meaning(guess, actual, right):
@@ -295,6 +304,7 @@ def test_a_missing_guess_is_not_attempted_whatever_happened():
 
 
 def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
+    assert check.predict("11.4", (25, 0), actual=24_000).en.startswith("You said `25000`; it is `24000`.")
     message = check.predict("11.4", 1, actual=2)
     assert message.en.startswith("You said `1`; it is `2`. The dictionary's keys are numbers")
     assert message.zh.startswith("你猜的是 `1`，实际是 `2`。")
@@ -362,6 +372,21 @@ def refuse_edited(tensor, version):
     return tensor
 
 
+def feature_or_key_error(model, name, x):
+    """Takes every error for a layer that was not reached."""
+    kept = {}
+    keep = model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: kept.update(out=output.detach().clone())
+    )
+    try:
+        model(x)
+    except Exception:
+        raise KeyError(name) from None
+    finally:
+        keep.remove()
+    return kept["out"]
+
+
 def first_nan_inside(model, x):
     """Forgets that the model itself may make it."""
     return n23._first(n23._collect(model, x, [named for named in model.named_modules() if named[0]]))
@@ -392,11 +417,56 @@ def shapes_in_training(model, x):
     return shapes
 
 
+def noisy(output):
+    return output + 0.5 * torch.randn_like(output)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        ("21.B", lambda module, std: module.register_forward_hook(
+            lambda module, args, output: noisy(output) if module.training else None, prepend=True)),
+        ("21.B", lambda module, std: modules.register_module_forward_hook(
+            lambda other, args, output: noisy(output) if other is module and module.training else None)),
+        ("22.A", lambda module, strength: modules.register_module_full_backward_hook(
+            lambda other, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
+            if other is module else None)),
+    ],
+    ids=["21.B-prepend", "21.B-global", "22.A-global"],
+)  # fmt: skip
+def test_another_right_way_passes(exercise, answer):
+    message = check.exercise(exercise, answer)
+    assert message.kind == "right", message
+
+
+def leaves_global_hooks(model, x):
+    modules.register_module_full_backward_hook(lambda *given: None)
+    modules.register_module_full_backward_pre_hook(lambda *given: None)
+    modules.register_module_forward_pre_hook(lambda *given: None)
+    modules.register_module_forward_hook(lambda *given: None)
+    return torch.zeros(1)
+
+
+def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
+    tables = [
+        getattr(modules, name) for name in vars(modules) if re.fullmatch(r"_global_.*ward.*_hooks", name)
+    ]
+    own = modules.register_module_forward_hook(lambda *given: None)
+    try:
+        before = [dict(table) for table in tables]
+        assert check.exercise("22.C", leaves_global_hooks).reason == "left_behind"
+        assert [dict(table) for table in tables] == before
+        assert len(tables) >= 4
+    finally:
+        own.remove()
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "reason"),
     [
         ("23.A", shapes_in_training, "statistics"),
-        ("23.C", first_nan_inside, "leaves_only"),
+        ("24.A", feature_or_key_error, "hid_error"),
+        ("23.C", first_nan_inside, "the_model"),
         ("24.B", mean_of_all, "wrong_shape"),
         ("33.C", ShortIndices, "other_content"),
         ("34.C", calls_what_can_be_called, "not_restored"),

@@ -21,7 +21,8 @@ import linecache
 import pkgutil
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import FunctionType
@@ -29,8 +30,9 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as modules
 
-from hooklab._agree import agree, shown
+from hooklab._agree import agree, as_meant, shown
 from hooklab._message import Message
 
 __all__ = ["Exercise", "Prediction", "Refused", "exercise", "expect_like", "predict", "refuse"]
@@ -96,7 +98,8 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
                     en=f"The function itself is wanted; found `{type(answer).__name__}`. Was it called, with one pair of "
                     "parentheses too many?",
                 )
-            task.examine(answer)
+            with _no_global_hook_stays():
+                task.examine(answer)
     except Refused as refused:
         return refused.message
     except Exception as error:
@@ -124,6 +127,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
             "还没有猜。先把 `guess = None` 里的 `None` 换成你的猜测，再往下运行。",
             "Not attempted yet. Replace `None` in `guess = None` with what you expect, then run on.",
         )
+    guess = as_meant(guess, actual)
     if agree(guess, actual):
         return Message("right", f"猜对了。{question.zh}", f"As you said. {question.en}")
     return Message(
@@ -160,6 +164,21 @@ def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
             zh=f"形状没错，但{what_zh}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",
             en=f"The shape is right, the values of {what_en} are not. Print them for a small tensor you can do by hand.",
         )
+
+
+@contextmanager
+def _no_global_hook_stays() -> Iterator[None]:
+    """A global hook that a wrong answer leaves would reach every module that the learner uses later."""
+    names = [f"_global_{when}_hooks" for when in ("forward_pre", "forward", "backward_pre", "backward")]
+    tables = [getattr(modules, name) for name in names]
+    before, full = [dict(table) for table in tables], modules._global_is_full_backward_hook
+    try:
+        yield
+    finally:
+        for table, known in zip(tables, before, strict=True):
+            table.clear()
+            table.update(known)
+        modules._global_is_full_backward_hook = full
 
 
 def _untouched(answer: Any) -> bool:

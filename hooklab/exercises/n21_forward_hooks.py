@@ -1,7 +1,6 @@
 """Checks of notebook 21: forward hooks."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
@@ -11,20 +10,6 @@ from torch.nn.modules import module as modules
 from hooklab.census import hooks_on
 from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse
 from hooklab.modules import select
-
-
-@contextmanager
-def _no_global_hook_stays() -> Iterator[None]:
-    """A global hook of a wrong answer must not outlive the check: it would reach every module of the learner's."""
-    tables = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
-    before = [set(table) for table in tables]
-    try:
-        yield
-    finally:
-        for table, known in zip(tables, before, strict=True):
-            for key in set(table) - known:
-                del table[key]
-
 
 # ---- 21.A: a pre-hook that normalises the first argument ----
 
@@ -53,7 +38,6 @@ class _Scaled(nn.Module):
         return self.child(x * 2)
 
 
-@_no_global_hook_stays()
 def examine_normalise(answer):
     module, x = _Scaled(), torch.tensor([3.0, 7.0], requires_grad=True)
     original, mask = x.detach().clone(), torch.tensor([1.0, 0.0])
@@ -299,7 +283,6 @@ def add_noise(module, std):
 STD = 0.5
 
 
-@_no_global_hook_stays()
 def examine_add_noise(answer):
     # Half of the outputs are 0 whatever is added to the input, half are 100.
     x = torch.tensor([-100.0, 100.0]).repeat(200, 50)
@@ -318,9 +301,10 @@ def examine_add_noise(answer):
         )
     _examine_shape(module)
     _examine_modes(answer, module, x, plain)
+    handle.remove()
+    _examine_inside(answer, x, plain)
     _examine_backward(answer)
     _examine_dtype(answer)
-    handle.remove()
     if not torch.equal(module.train()(x), plain):
         refuse(
             "still_there",
@@ -430,8 +414,10 @@ def _examine_modes(answer, module, x, plain):
             "time it fires.",
         )
     other = nn.ReLU().eval()
-    answer(other, STD)
-    if torch.equal(other.train()(x), plain):
+    handle = answer(other, STD)
+    got = other.train()(x)
+    handle.remove()
+    if torch.equal(got, plain):
         refuse(
             "mode_at_hanging",
             zh="挂钩子时是评估模式，后来切换到训练模式，却没有噪声。要看的是触发那一刻的模式。",
@@ -440,12 +426,45 @@ def _examine_modes(answer, module, x, plain):
         )
 
 
+class _Noting(nn.ReLU):
+    """Notes its own output, before any hook gets it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own = super().forward(x)
+        return self.own
+
+
+class _Doubling(nn.Module):
+    """A module with another one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Noting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given = self.inner(x)
+        return 2 * self.given
+
+
+def _examine_inside(answer, x, plain):
+    module = _Doubling()
+    handle = answer(module, STD)
+    module(x)
+    handle.remove()
+    if not torch.equal(module.given, plain):
+        refuse(
+            "everywhere",
+            zh="`module` 里面还有一个模块，它的输出里也有了噪声。钩子只该管 `module` 一个。",
+            en="Inside `module` there is another one, and its output has noise too. The hook belongs to `module` alone.",
+        )
+
+
 def _examine_backward(answer):
-    module, x, own = nn.ReLU(), torch.tensor([[-1.0, 2.0, 3.0]], requires_grad=True), []
-    module.register_forward_hook(lambda module, args, output: own.append(output))
-    answer(module, STD)
+    module, x = _Noting(), torch.tensor([[-1.0, 2.0, 3.0]], requires_grad=True)
+    handle = answer(module, STD)
     output = module(x)
-    if not torch.equal(own[0].detach(), x.detach().clamp(min=0)):
+    handle.remove()
+    if not torch.equal(module.own.detach(), x.detach().clamp(min=0)):
         refuse(
             "edited_in_place",
             zh="钩子原地改了 ReLU 自己的输出，而 ReLU 的反向还要用它：梯度会出错，或者报错。看第 4 节的末尾。",
@@ -470,8 +489,9 @@ def _examine_backward(answer):
 def _examine_dtype(answer):
     for dtype in (torch.float64, torch.bfloat16):
         module = nn.ReLU()
-        answer(module, STD)
+        handle = answer(module, STD)
         got = module(torch.ones(2, 3, dtype=dtype)).dtype
+        handle.remove()
         if got != dtype:
             refuse(
                 "wrong_dtype",
@@ -565,6 +585,9 @@ ADD_NOISE = Exercise(
         "wrong_dtype": _noise_hook(lambda output, std: output + std * torch.randn(output.shape)),
         "cut": _noise_hook(lambda output, std: output.detach() + std * torch.randn_like(output)),
         "no_handle": lambda module, std: add_noise(module, std) and None,
+        "everywhere": lambda module, std: modules.register_module_forward_hook(
+            lambda module, args, output: output + std * torch.randn_like(output) if module.training else None
+        ),
     },
     zh="训练时有噪声，每次都是新的；评估时原样，反向也不受影响。",
     en="Noise in training, new each time; nothing in evaluation, and backward is not disturbed.",
@@ -631,7 +654,6 @@ class _Broken(nn.Sequential):
         super().__init__(nn.Linear(3, 4), nn.Linear(3, 4))
 
 
-@_no_global_hook_stays()
 def examine_shapes_of(answer):
     _examine_plain(answer)
     _examine_alone(answer)

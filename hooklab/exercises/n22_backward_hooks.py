@@ -65,12 +65,23 @@ def _examine_left_alone(model, settings, others):
             zh="函数返回以后，还留着你的钩子。",
             en="After the function has returned, hooks of yours are left.",
         )
+    _examine_kind(model)
     if _settings(model) != settings:
         refuse(
             "changed_model",
             zh="函数返回以后，模型和原来不一样了：有的 `training`、`inplace` 或 `requires_grad` 被改过。",
             en="After the function has returned, the model is not as it was: some `training`, `inplace` or `requires_grad` was "
             "changed.",
+        )
+
+
+def _examine_kind(model):
+    if any(module._is_full_backward_hook is False for module in model.modules()):
+        refuse(
+            "legacy_hook",
+            zh="你用的是旧的 `register_backward_hook`：钩子取下了，模块却从此拒绝 full backward hook。（第 4 节）",
+            en="You used the legacy `register_backward_hook`: the hook is gone, but the module refuses a full backward hook from now "
+            "on. (Section 4)",
         )
 
 
@@ -146,6 +157,7 @@ def examine_reverse(answer):
         try:
             _examine_one_input(answer)
             _examine_inputs(answer)
+            _examine_inside(answer)
         except RuntimeError as error:
             _refuse_what_backward_hooks_raise(error)
 
@@ -293,6 +305,21 @@ def _examine_inputs(answer):
             )
 
 
+def _examine_inside(answer):
+    block, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    _, grad, param_grads = _step(block, x)
+    handle = answer(block, STRENGTH)
+    _, got, got_params = _step(block, x)
+    handle.remove()
+    if not torch.allclose(got, -STRENGTH * grad) or not all(map(torch.allclose, got_params, param_grads)):
+        refuse(
+            "everywhere",
+            zh="`module` 里面还有别的模块时，经过它们的梯度也被改了。钩子只该管 `module` 一个。",
+            en="Where `module` has others inside, gradients that pass through those were changed as well. The hook belongs to "
+            "`module` alone.",
+        )
+
+
 def by_pre_hook(module, strength):
     return module.register_full_backward_pre_hook(
         lambda module, grad_output: tuple(grad * -strength for grad in grad_output)
@@ -390,6 +417,12 @@ def reverse_deaf(module, strength):
     return nn.Linear(1, 1).register_forward_hook(lambda *args: None)
 
 
+def reverse_everywhere(module, strength):
+    return nn.modules.module.register_module_full_backward_hook(
+        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
+    )
+
+
 def reverse_output(module, strength):
     return module.register_forward_hook(lambda module, args, output: output * -strength)
 
@@ -414,6 +447,7 @@ REVERSE = Exercise(
         "wrong_values": reverse_sign,
         "still_there": reverse_deaf,
         "changed_output": reverse_output,
+        "everywhere": reverse_everywhere,
     },
     zh="回到输入的梯度反了，模块自己的参数照常训练，别的路也没有受牵连。",
     en="The gradient towards the inputs is reversed, the module's own parameters train as before, and no other way is affected.",
@@ -714,6 +748,7 @@ GRADIENT_NORMS = Exercise(
         "changed_model": norms_out_of_place,
         "changed_gradient": _norms_by("register_forward_hook", _change),
         "ran_twice": norms_run_twice,
+        "legacy_hook": _norms_by("register_backward_hook", _look_backward),
         "not_a_dict": lambda model, loss_fn: list(gradient_norms(model, loss_fn).values()),
     },
     zh="原地的、藏得深的都量到了，模型上什么也没留下。",
@@ -934,6 +969,12 @@ def guided_cleared(model, x):
     return grad
 
 
+def guided_by_legacy(model, x):
+    image = x.detach().requires_grad_()
+    handles = [relu.register_backward_hook(_clamp) for _, relu in _relus(model)]
+    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
 def _print_clamped(module, grad_input, grad_output):
     grad_input[0].clamp(min=0)
 
@@ -956,6 +997,7 @@ GUIDED_GRADIENT = Exercise(
         "changed_model": guided_frozen,
         "removed_others": guided_cleared,
         "other_paths": guided_inputs,
+        "legacy_hook": guided_by_legacy,
         "left_behind": _guided(clean_up=_leave),
         "left_after_error": _guided(clean_up=_remove_if_it_works),
     },

@@ -426,8 +426,10 @@ class _Reader(nn.Module):
         self.again = self.norm
         self.head = nn.Linear(8, 3)
         self.helper = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+        self.runs: list[bool] = []  # of each forward, whether gradients were on
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self.runs.append(torch.is_grad_enabled())
         hidden = self.again(self.encoder(self.embed(tokens))).mean(dim=1)
         return (self.head(hidden), self.helper(hidden)) if self.training else self.head(hidden)
 
@@ -457,6 +459,22 @@ def examine_never_called(answer):
             en=f"On a model that calls every layer an empty list is expected; found `{got}`.",
         )
     _examine_failure(answer, _Broken().eval())
+    _examine_runs(model.runs)
+
+
+def _examine_runs(runs):
+    if len(runs) != 1:
+        refuse(
+            "ran_often",
+            zh=f"`model(x)` 跑了 {len(runs)} 次。一次就够：钩子可以同时挂在所有的叶子模块上。",
+            en=f"`model(x)` ran {len(runs)} times. Once is enough: there may be hooks on all leaf modules at the same time.",
+        )
+    if any(runs):
+        refuse(
+            "no_no_grad",
+            zh="`model(x)` 没有在 `torch.no_grad()` 里运行。放进去，再看列表还对不对。",
+            en="`model(x)` did not run in `torch.no_grad()`. Put it there, and see whether the list is still right.",
+        )
 
 
 def _examine_names(got):
@@ -491,9 +509,10 @@ def _examine_names(got):
         refuse(
             "fast_path",
             zh=f"你说 `{sorted(INSIDE)[1]}` 没有被调用。数的时候，编码层走的是快路径，里面的模块自然都没有调用："
-            "你的钩子它看不见。第 9 节说过，什么样的钩子它看得见。",
+            "你的钩子它看不见。看第 9 节的两次计数，和第 10 节的第二条。",
             en=f"You say that `{sorted(INSIDE)[1]}` is not called. While you counted, the encoder layer took its fast path, on "
-            "which no module inside is called: it does not see your hook. Section 9 says which hooks it sees.",
+            "which no module inside is called: it does not see your hook. See the two counts in section 9, and the second point "
+            "of section 10.",
         )
     if containers := sorted(found & {"", "helper", "encoder.self_attn", "encoder"}):
         refuse(
@@ -638,6 +657,23 @@ def never_inverted(model, x):
     return [name for name in _leaves(model) if name not in missing]
 
 
+def never_one_by_one(model, x):
+    missing = []
+    for name, module in _leaves(model).items():
+        called = []
+        with torch.no_grad(), module.register_forward_hook(lambda module, args, output: called.append(1)):  # noqa: B023
+            model(x)
+        missing += [] if called else [name]
+    return missing
+
+
+def never_with_gradients(model, x):
+    called = set()
+    with register_module_forward_hook(lambda module, args, output: called.add(module)):
+        model(x)
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
 NEVER_CALLED = Exercise(
     "23.B",
     examine_never_called,
@@ -660,6 +696,8 @@ NEVER_CALLED = Exercise(
         "no_names": lambda model, x: [model.get_submodule(name) for name in never_called(model, x)],
         "not_a_list": lambda model, x: ", ".join(never_called(model, x)),
         "none_expected": lambda model, x: never_called(model, x) or None,
+        "ran_often": never_one_by_one,
+        "no_no_grad": never_with_gradients,
     },
     zh="一个不漏，也没有冤枉谁：钩子挂在模块自己身上，快路径就让开了。",
     en="None missed and none blamed: with hooks on the modules themselves, the fast path makes way.",
@@ -751,6 +789,11 @@ WRONG_LAYER = {
         "The NaN is made by the lines of {want} itself, the layer inside it is fine; you give {got}. Not only the innermost "
         "layers can make a NaN.",
     ),
+    "the_model": (
+        "NaN 是模型自己的那几行算出来的：应当返回它的名字，空字符串，你给的是 {got}。模型自己挂上钩子了吗？空字符串在 `if` 和 `or` 里算假。",
+        "The NaN is made by the model's own lines: its name, the empty string, is expected; you give {got}. Is there a hook on the "
+        "model itself? In `if` and `or` the empty string counts as false.",
+    ),
     "nested": (
         "{want} 返回嵌套的元组，NaN 在里面的那个元组里；你给的是 {got}。",
         "{want} returns a nested tuple, and the NaN is in the inner one; you give {got}.",
@@ -779,7 +822,7 @@ def examine_first_nan(answer):
     _examine_first(answer, clean, "0", {}, "cleaned")
     _examine_first(answer, _Backwards(), "log", {}, "definition_order")
     _examine_first(answer, nn.Sequential(_Entropy(), nn.Identity()), "0", {}, "leaves_only")
-    _examine_first(answer, _Entropy(), "", {}, "leaves_only")
+    _examine_first(answer, _Entropy(), "", {None: "the_model"}, "leaves_only")
     pair = nn.Sequential(_Apply(lambda x: (x, (None, x.log()))), _Apply(lambda pair: pair[0]))
     _examine_first(answer, pair, "0", {}, "nested")
     _examine_first(answer, nn.Sequential(_Apply(lambda x: (x, None))), None, {}, "none_expected")
@@ -938,6 +981,7 @@ FIRST_NAN = Exercise(
         "raised": nan_tensors_only,
         "infinity": nan_or_infinity,
         "none_expected": lambda model, x: first_nan(model, x) or "",
+        "the_model": lambda model, x: first_nan(model, x) or None,
         "hooks_left": nan_stops_early,
         "hooks_left_after_error": nan_no_finally,
         "swallowed": nan_swallowed,

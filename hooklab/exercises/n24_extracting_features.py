@@ -163,7 +163,7 @@ def _examine_failing(answer):
     hooks = _Hooks(model)
     try:
         answer(model, "body.0", BRIGHT)
-    except ValueError:
+    except Exception:  # whether it is the model's own error, the next call shows
         pass
     finally:
         left = hooks.left()
@@ -673,7 +673,13 @@ def _names_found(answer, model, x):
             zh="函数返回了 `None`，应当返回一个列表。",
             en="The function returned `None`; a list is wanted.",
         )
-    if not isinstance(got, list | tuple | set) or not all(isinstance(name, str) for name in got):
+    if not isinstance(got, list | tuple | set):
+        refuse(
+            "not_a_list",
+            zh=f"应当返回名字的列表，得到的是 `{type(got).__name__}`。",
+            en=f"Return a list of names; found a `{type(got).__name__}`.",
+        )
+    if not all(isinstance(name, str) for name in got):
         refuse(
             "not_names",
             zh=f"应当返回名字的列表，得到的是 `{type(got).__name__}`，里面不全是字符串。",
@@ -780,6 +786,7 @@ OVERWRITTEN = Exercise(
         "left_behind": lambda model, x: _recording(
             model, x, lambda output: output._version, _edited, clean=False
         ),
+        "not_a_list": lambda model, x: ", ".join(overwritten(model, x)),
         "not_names": lambda model, x: [model.get_submodule(name) for name in overwritten(model, x)],
         "returned_nothing": lambda model, x: print(end=str(overwritten(model, x))[:0]),
     },

@@ -1,6 +1,7 @@
 """Checks of notebook 25: clipping gradients."""
 
 import copy
+import numbers
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def _examine_share(answer, bound):
             zh="梯度被改动了：要的是看一眼，不是真的裁剪。`clip_grad_value_` 和 `clamp_` 都原地改。",
             en="The gradients were changed: look, and do not clip. `clip_grad_value_` and `clamp_` work in place.",
         )
-    if not isinstance(got, int | float) and not (isinstance(got, Tensor) and got.numel() == 1):
+    if not isinstance(got, numbers.Real) and not (isinstance(got, Tensor) and got.numel() == 1):
         refuse(
             "wrong_type",
             zh=f"应当返回一个数，得到的是 `{type(got).__name__}`。",

@@ -727,9 +727,9 @@ CHECKS = [
     ),
     Prediction(
         "31.4",
-        zh="`eval()` 不关自动求导：卷积和 BatchNorm 照样存输入，ReLU 照样存结果。少掉的 1 %，是 BatchNorm 每批算出来的均值和方差。",
+        zh="`eval()` 不关自动求导：卷积和 BatchNorm 照样存输入，ReLU 照样存结果。少掉的 1 %，是 BatchNorm 每批算出来的均值和标准差的倒数。",
         en="`eval()` does not switch autograd off: convolution and batch norm save their inputs, ReLU its result, as before. The "
-        "1 % that is gone are the mean and variance that batch norm computes of each batch.",
+        "1 % that is gone are the mean and the inverse standard deviation that batch norm computes of each batch.",
     ),
     Prediction(
         "31.5",
