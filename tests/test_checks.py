@@ -417,6 +417,69 @@ def shapes_in_training(model, x):
     return shapes
 
 
+def masks_in_a_closure(packed_too=False):
+    """32.D with functions for what is packed: the mask as it is, or as bits."""
+    pack_bits, unpack_bits = BY_ID["32.D"].solution()
+
+    def pack(tensor):
+        kept = tensor.detach().clone()
+        packed = pack_bits(kept) if packed_too else kept
+        return lambda: packed
+
+    return pack, lambda give: unpack_bits(give()) if packed_too else give()
+
+
+class WithSlots:
+    __slots__ = ("content", "filled")
+
+
+def zeros_left_out(in_slots):
+    """33.C with a slot that is a function, or an object without a dictionary."""
+
+    class Store:
+        def write(self, tensor):
+            filled = tensor.view(torch.uint8).view(len(tensor), -1).any(1).bool()
+            slot = WithSlots()
+            slot.filled, slot.content = filled, tensor[filled]
+            content = slot.content
+            return slot if in_slots else lambda: (filled, content)
+
+        def read(self, slot):
+            filled, content = (slot.filled, slot.content) if in_slots else slot()
+            tensor = content.new_zeros(len(filled))
+            tensor[filled] = content
+            return tensor
+
+    return Store()
+
+
+def small_pairs(pack, unpack, least):
+    """Takes every pair that ends in a number for its own."""
+
+    def small_or(tensor):
+        return (tensor.detach(), tensor._version) if tensor.numel() < least else pack(tensor)
+
+    def give(packed):
+        if isinstance(packed, tuple) and len(packed) == 2 and isinstance(packed[1], int):
+            return refuse_edited(*packed)
+        return unpack(packed)
+
+    return small_or, give
+
+
+def sizes_beyond_the_layer(count, layers, budget):
+    """One segment of six blocks, in a layer of two, is one segment of two."""
+    most, fitting = max(layers.values()), []
+    for sizes in itertools.product(range(most, -1, -1), repeat=len(layers)):
+        plan = {name: size for name, size in zip(layers, sizes, strict=True) if size}
+        _, peak, work = count(plan)
+        if peak <= budget:
+            fitting.append((work, peak, len(fitting), plan))
+    if not fitting:
+        raise ValueError("nothing fits")
+    return min(fitting)[-1]
+
+
 def noisy(output):
     return output + 0.5 * torch.randn_like(output)
 
@@ -431,8 +494,12 @@ def noisy(output):
         ("22.A", lambda module, strength: modules.register_module_full_backward_hook(
             lambda other, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
             if other is module else None)),
+        ("32.D", partial(masks_in_a_closure, packed_too=True)),
+        ("33.C", partial(zeros_left_out, in_slots=False)),
+        ("33.C", partial(zeros_left_out, in_slots=True)),
+        ("35.B", sizes_beyond_the_layer),
     ],
-    ids=["21.B-prepend", "21.B-global", "22.A-global"],
+    ids=["21.B-prepend", "21.B-global", "22.A-global", "32.D-closure", "33.C-closure", "33.C-slots", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -468,7 +535,9 @@ def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
         ("24.A", feature_or_key_error, "hid_error"),
         ("23.C", first_nan_inside, "the_model"),
         ("24.B", mean_of_all, "wrong_shape"),
+        ("32.D", masks_in_a_closure, "not_smaller"),
         ("33.C", ShortIndices, "other_content"),
+        ("34.C", small_pairs, "not_restored"),
         ("34.C", calls_what_can_be_called, "not_restored"),
         ("35.A", checkpoint_by_seed, "wrong_mask"),
         ("35.B", only_divisors, "raised"),

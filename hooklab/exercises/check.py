@@ -21,21 +21,23 @@ import linecache
 import pkgutil
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from types import FunctionType
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from hooklab._agree import agree, as_meant, shown
 from hooklab._message import Message
 
-__all__ = ["Exercise", "Prediction", "Refused", "exercise", "expect_like", "predict", "refuse"]
+__all__ = ["Exercise", "Prediction", "Refused", "exercise", "expect_like", "predict", "refuse", "within"]
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,39 @@ def _no_global_hook_stays() -> Iterator[None]:
             table.clear()
             table.update(known)
         modules._global_is_full_backward_hook = full
+
+
+def within(value: Any) -> Iterator[Any]:
+    """What `value` keeps alive, each object once: in containers, objects, functions; modules are not entered."""
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            yield item
+            if not isinstance(item, Tensor | nn.Module | ModuleType | type):
+                stack += _parts(item)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    slots = {name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))}
+    return [getattr(value, name) for name in sorted(slots) if hasattr(value, name) and name != "__weakref__"]
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return [slots] if isinstance(slots, str) else [*slots, "__dict__"]
 
 
 def _untouched(answer: Any) -> bool:

@@ -158,7 +158,7 @@ def _explain_count(function, words, got, want):
     if got in (want // 4, sum(t.numel() for t in tensors)):
         refuse(
             "entries",
-            zh=seen_zh + "像是数了元素，没有数字节。",
+            zh=seen_zh + "像是数了元素，没有清点字节。",
             en=seen_en + "It looks as if entries were counted, not bytes.",
         )
     if function is not _cubes and got in (every, sum(by_tensor.values()), 40, 400, 800):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import Exercise, Prediction, refuse, within
 
 
 def _two(got: Any) -> tuple[Callable, Callable]:
@@ -594,7 +594,7 @@ class _Halving(_Watched):
         return tensor.clone() if own or tensor.dtype != torch.float32 else tensor.bfloat16().float()
 
     def examine(self, tensor: Tensor, packed: Any) -> None:
-        place, kept = _place(tensor), list(_tensors(packed))
+        place, kept = _place(tensor), [part for part in within(packed) if isinstance(part, Tensor)]
         if place in self.params | self.buffers and any(_place(one) != place for one in kept):
             kind = "buffer" if place in self.buffers else "slice" if tensor.storage_offset() else "parameter"
             zh, en = {
@@ -624,19 +624,6 @@ class _Halving(_Watched):
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(packed: Any):
-    """Every tensor in what a pack hook has returned."""
-    if isinstance(packed, Tensor):
-        yield packed
-    elif isinstance(packed, dict):
-        yield from _tensors(list(packed.values()))
-    elif isinstance(packed, list | tuple | set):
-        for one in packed:
-            yield from _tensors(one)
-    elif hasattr(packed, "__dict__") and not isinstance(packed, type):
-        yield from _tensors(list(vars(packed).values()))
 
 
 def examine_half_precision(answer):
@@ -730,7 +717,7 @@ class _Bits(_Watched):
     """Watches how many bytes a mask takes when it is packed."""
 
     def examine(self, tensor: Tensor, packed: Any) -> None:
-        size = _bytes(packed)
+        size = sum(map(_bytes, within(packed)))
         if tensor.dtype == torch.bool and tensor.numel() >= 1000 and size > tensor.numel() // 8 + 64:
             refuse(
                 "not_smaller",
@@ -740,20 +727,15 @@ class _Bits(_Watched):
             )
 
 
-def _bytes(packed: Any) -> int:
-    if isinstance(packed, Tensor):
-        return packed.untyped_storage().nbytes()
-    if isinstance(packed, bytes | bytearray):
-        return len(packed)
-    if isinstance(getattr(packed, "nbytes", None), int):  # numpy
-        return packed.nbytes
-    if isinstance(packed, int) and not isinstance(packed, bool):
-        return packed.bit_length() // 8
-    if isinstance(packed, dict):
-        packed = list(packed.values())
-    elif not isinstance(packed, list | tuple) and hasattr(packed, "__dict__"):
-        packed = list(vars(packed).values())
-    return sum(_bytes(one) for one in packed) if isinstance(packed, list | tuple) else 0
+def _bytes(part: Any) -> int:
+    """Of this object alone."""
+    if isinstance(part, Tensor):
+        return part.untyped_storage().nbytes()
+    if isinstance(part, bytes | bytearray):
+        return len(part)
+    if isinstance(getattr(part, "nbytes", None), int):  # numpy
+        return part.nbytes
+    return part.bit_length() // 8 if isinstance(part, int) else 0
 
 
 def examine_as_bits(answer):
@@ -812,6 +794,18 @@ def packing_masks(to_kept, from_kept, others=torch.detach, only=lambda tensor: t
     return answer
 
 
+def masks_in_a_list():
+    kept = []
+
+    def pack(tensor):
+        if tensor.dtype != torch.bool:
+            return tensor.detach()
+        kept.append(tensor.detach())
+        return len(kept) - 1
+
+    return pack, lambda packed: kept[packed] if isinstance(packed, int) else packed
+
+
 def _octets(tensor):
     return as_bits()[0](tensor)
 
@@ -843,9 +837,7 @@ AS_BITS = Exercise(
         ),
         "wrong_values": packing_masks(_without_tail, _with_tail_missing),
         "wrong_dtype": packing_masks(_octets, lambda packed: _mask(packed).to(torch.uint8)),
-        "mask_kept": packing_masks(
-            lambda mask: (lambda kept: lambda: kept)(mask.detach()), lambda give: give()
-        ),
+        "mask_kept": masks_in_a_list,
         "never_freed": packing_masks(_octets, _mask, others=lambda tensor: tensor),
         "changed_others": packing_masks(
             lambda tensor: (*_octets(tensor.bool()), tensor.dtype),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab._packing import outer_hooks
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import Exercise, Prediction, refuse, within
 from hooklab.saved import Offload
 
 # ---- 33.A: bytes over bandwidth ----
@@ -237,6 +237,12 @@ def _wrapped(answer, store):
             zh=f"应当返回一个 `nn.Module`，得到的是 `{type(wrapped).__name__}`。",
             en=f"An `nn.Module` should come back; found `{type(wrapped).__name__}`.",
         )
+    if wrapped is module:
+        refuse(
+            "same_module",
+            zh="返回的就是 `module` 自己：从此单独调用它，也会去搬。要的是一个新模块。",
+            en="What came back is `module` itself: from now on calling it alone moves things too. A new module is wanted.",
+        )
     return module, x, wrapped
 
 
@@ -442,6 +448,17 @@ def no_module(module, store):
     return forward
 
 
+def patched(module, store):
+    run = module.forward
+
+    def forward(*args, **kwargs):
+        with Offload(module, to=store, min_bytes=0):
+            return run(*args, **kwargs)
+
+    module.forward = forward
+    return module
+
+
 SAVE_TO = Exercise(
     "33.B",
     examine_save_to,
@@ -454,6 +471,7 @@ SAVE_TO = Exercise(
         "left_open": _wrapping(_never_closed),
         "hidden_parameters": hidden_parameters,
         "no_module": no_module,
+        "same_module": patched,
         "hid_error": _wrapping(_hides),
         "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
         "other_result": _inside(_offload, lambda module, args, kwargs: module(*args, **kwargs)[0]),
@@ -595,27 +613,23 @@ def _examine_size(slot, nbytes):
         )
 
 
-def _contents(value):
+def _contents(slot):
     """The bytes of everything in a slot that holds content, by id: memory that is shared counts once."""
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        value = value.coalesce()
-        return _contents((value.indices(), value.values()))
-    if isinstance(value, Tensor):
-        storage = value.untyped_storage()
-        return {id(storage): storage.nbytes()}
-    if isinstance(value, bytes | bytearray):
-        return {id(value): len(value)}
-    if isinstance(value, int | float):
-        return {id(value): 8}
-    if isinstance(nbytes := getattr(value, "nbytes", None), int):  # numpy's arrays
-        return {id(value): nbytes}
-    if isinstance(value, dict):
-        value = value.values()
-    elif hasattr(value, "__dict__"):
-        value = vars(value).values()
-    elif not isinstance(value, tuple | list):
-        return {}
-    return {key: size for part in value for key, size in _contents(part).items()}
+    sizes = {}
+    for part in within(slot):
+        if isinstance(part, Tensor) and part.layout != torch.strided:
+            part = part.coalesce()
+            sizes |= _contents((part.indices(), part.values()))
+        elif isinstance(part, Tensor):
+            storage = part.untyped_storage()
+            sizes[id(storage)] = storage.nbytes()
+        elif isinstance(part, bytes | bytearray):
+            sizes[id(part)] = len(part)
+        elif isinstance(part, int | float):
+            sizes[id(part)] = 8
+        elif isinstance(nbytes := getattr(part, "nbytes", None), int):  # numpy's arrays
+            sizes[id(part)] = nbytes
+    return sizes
 
 
 def _examine_others(store):

@@ -643,6 +643,7 @@ INNER = {
     "tuple": (lambda saved: (saved.detach() * 2, 0.5), lambda packed: packed[0] * packed[1]),
     "list": (lambda saved: [saved.detach().tolist()], lambda packed: torch.tensor(packed[0])),
     "function": (lambda saved: (lambda half: lambda: half)(saved.detach() / 2), lambda packed: packed() * 2),
+    "pair": (lambda saved: (saved.detach() / 2, 2), lambda packed: packed[0] * packed[1]),
     "triple": (lambda saved: (saved.detach() / 2, saved._version, 2), lambda packed: packed[0] * packed[2]),
 }
 

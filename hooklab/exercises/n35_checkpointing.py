@@ -452,14 +452,14 @@ def _examine_plan(network, budget, plan):
     bad = {
         name: size
         for name, size in plan.items()
-        if name not in network.layers or type(size) is not int or not 1 <= size <= network.layers[name]
+        if name not in network.layers or type(size) is not int or size < 1
     }
     if bad:
         refuse(
             "unfit",
-            zh=f"`checkpoint_segments` 不收这样的方案：`{bad}`。不做检查点的层不要写进去，块数至少为 1，至多是该层的块数。",
-            en=f"`checkpoint_segments` takes no such plan: `{bad}`. A layer without checkpoints is not in it, and numbers go from 1 "
-            "to the blocks of the layer.",
+            zh=f"`checkpoint_segments` 不收这样的方案：`{bad}`。不做检查点的层不要写进去，块数至少为 1。",
+            en=f"`checkpoint_segments` takes no such plan: `{bad}`. A layer without checkpoints is not in it, and numbers are 1 "
+            "or more.",
         )
     _, peak, work = network(plan)
     best = cheapest(network, network.layers, budget)
