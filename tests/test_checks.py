@@ -480,6 +480,26 @@ def sizes_beyond_the_layer(count, layers, budget):
     return min(fitting)[-1]
 
 
+@pytest.mark.parametrize(
+    ("exercise", "use", "nothing"),
+    [
+        ("14.A", lambda answer, half, notes: answer(half, notes.append), []),
+        ("14.C", lambda answer, half, notes: answer(half), []),
+        ("15.A", lambda answer, half, notes: answer([half])[0], []),
+    ],
+    ids=["14.A", "14.C", "15.A"],
+)
+def test_a_solution_bears_a_gradient_that_does_not_come(exercise, use, nothing):
+    """Of the two halves that `chunk` makes one is not used: its hooks are given None."""
+    used, unused = (torch.ones(4, requires_grad=True) * 2).chunk(2)
+    notes = []
+    noted = use(BY_ID[exercise].solution, unused, notes)
+    used.sum().backward(retain_graph=True)
+    assert (noted if noted is not None else notes) == nothing
+    (used.sum() + 3 * unused.sum()).backward()
+    assert len(noted if noted is not None else notes) == 1
+
+
 def noisy(output):
     return output + 0.5 * torch.randn_like(output)
 

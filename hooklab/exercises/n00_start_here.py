@@ -87,19 +87,17 @@ class _Net(nn.Module):
 
 
 def examine_peek(answer):
-    model, x, calls = _Net(), torch.randn(4, 3), []
-    want = model(x)
-    model.inner.register_forward_hook(lambda *args: calls.append("ours"))
     hung_everywhere = dict(_global_forward_hooks)
-    try:
-        _examine_run(answer(model, "inner", x), calls, want)
-        _examine_traces(answer, model, hung_everywhere)
-    finally:  # a global hook that stays would fire in everything the learner does next
-        _global_forward_hooks.clear()
-        _global_forward_hooks.update(hung_everywhere)
+    for name, shape in (("inner", (4, 5)), ("head", (4, 2))):
+        model, x, calls = _Net(), torch.randn(4, 3), []
+        want = model(x)
+        for part in (model, model.get_submodule(name)):
+            part.register_forward_hook(lambda *args, calls=calls: calls.append("ours"))
+        _examine_run(answer(model, name, x), calls, want, model, name, shape)
+        _examine_traces(answer, model, name, hung_everywhere)
 
 
-def _examine_run(got, calls, want):
+def _examine_run(got, calls, want, model, name, inside):
     if not (isinstance(got, tuple) and len(got) == 2):
         refuse(
             "not_a_pair",
@@ -113,34 +111,36 @@ def _examine_run(got, calls, want):
             zh="两个值的次序反了：先 `output`，后 `shape`。",
             en="The two values are in the wrong order: `output` first, then `shape`.",
         )
-    if len(calls) != 1:
+    if len(calls) != 2:
         refuse(
             "wrong_call_count",
-            zh=f"我们事先挂在 `inner` 上的钩子触发了 {len(calls)} 次，应当是 1 次。是不是调用了 `forward`，或者运行了不止一遍？",
-            en=f"A hook that we hung on `inner` fired {len(calls)} times instead of 1. Was `forward` called, or the model "
-            "run more than once?",
+            zh=f"我们事先在模型和它的 `{name}` 上各挂了一个钩子，一共触发了 {len(calls)} 次，应当是 2 次。是不是调用了 `forward`，或者运行了不止一遍？",
+            en=f"We hung one hook on the model and one on its `{name}`; together they fired {len(calls)} times instead of 2. "
+            "Was `forward` called, or the model run more than once?",
         )
     expect_like(output, want, "输出", "the output")
-    if not output.requires_grad:
+    weight = model.get_submodule(name).weight
+    if not output.requires_grad or torch.autograd.grad(output.sum(), weight, allow_unused=True)[0] is None:
         refuse(
             "detached",
-            zh="输出的数值对，但它和计算图断开了，没法再训练。看一眼不应当改变模型的行为。",
-            en="The output has the right values but is cut off from the graph: it cannot be trained. A look should not "
-            "change what the model does.",
+            zh=f"输出的数值对，但梯度从它到不了 `{name}` 的参数，没法再训练。看一眼不应当改变模型的行为。",
+            en=f"The output has the right values, but no gradient gets from it to the parameters of `{name}`: it cannot be "
+            "trained. A look should not change what the model does.",
         )
-    if not isinstance(shape, tuple) or tuple(shape) != (4, 5):
+    if not isinstance(shape, tuple) or tuple(shape) != inside:
         refuse(
             "wrong_output_shape",
-            zh=f"`inner` 的输出形状应当是 `(4, 5)`，得到的是 `{shape}`。",
-            en=f"The output of `inner` has the shape `(4, 5)`; found `{shape}`.",
+            zh=f"`{name}` 的输出形状应当是 `{inside}`，得到的是 `{shape}`。",
+            en=f"The output of `{name}` has the shape `{inside}`; found `{shape}`.",
         )
 
 
-def _examine_traces(answer, model, hung_everywhere):
-    hooks = len(model.inner._forward_hooks)
+def _examine_traces(answer, model, name, hung_everywhere):
+    ours = (model, model.get_submodule(name))  # one hook of ours on each
+    hooks = [len(part._forward_hooks) for part in ours]
     if (
-        hooks > 1
-        or any(part._forward_hooks for part in (model, model.head))
+        max(hooks) > 1
+        or any(part._forward_hooks for part in model.children() if part not in ours)
         or _global_forward_hooks != hung_everywhere
     ):
         refuse(
@@ -149,11 +149,11 @@ def _examine_traces(answer, model, hung_everywhere):
             en="The hook is still there after the function has returned, and fires in every later forward. The handle "
             "that the registration returns is there to take it off.",
         )
-    if hooks < 1:
+    if min(hooks) < 1:
         refuse(
             "removed_others",
-            zh="`inner` 上原有的、不归你管的钩子也被取下了。请只取下你自己挂的那一个。",
-            en="A hook that was on `inner` before, and is not yours, is gone too. Take off only the one that you hung.",
+            zh="原有的、不归你管的钩子也被取下了。请只取下你自己挂的那一个。",
+            en="A hook that was there before, and is not yours, is gone too. Take off only the one that you hung.",
         )
     failing = _Net(fails=True)
     try:

@@ -30,8 +30,8 @@ def examine_cap(answer):
     for grad in (torch.tensor([3.0, 4.0]), torch.tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)):
         _examine_large(hook, grad, grad * (2.0 / grad.norm()))
     for small in (torch.tensor([0.3, -0.4]), torch.tensor([[2.0]])):
-        _examine_small(hook, small)
-    _examine_small(other, torch.tensor([30.0, 40.0]))
+        _examine_small(hook, small, 2.0)
+    _examine_small(other, torch.tensor([30.0, 40.0]), 100.0)
     _examine_zero(hook)
 
 
@@ -83,13 +83,14 @@ def _examine_length(grad, got):
         )
 
 
-def _examine_small(hook, grad):
+def _examine_small(hook, grad, limit):
     got = hook(grad.clone())
     if isinstance(got, Tensor) and not torch.allclose(got, grad):
         refuse(
             "changed_small",
-            zh=f"范数没有超过上限的梯度应当原样通过；`{_short(grad)}` 却变成了 `{_short(got)}`。",
-            en=f"A gradient whose norm is within the limit should pass as it is; `{_short(grad)}` became `{_short(got)}`.",
+            zh=f"范数没有超过上限的梯度应当原样通过；`cap({limit})` 返回的钩子却把 `{_short(grad)}` 变成了 `{_short(got)}`。",
+            en=f"A gradient whose norm is within the limit should pass as it is; the hook that `cap({limit})` returned made "
+            f"`{_short(got)}` of `{_short(grad)}`.",
         )
     if got is not None:
         expect_like(got, grad, "返回的梯度", "the gradient that the hook returns")
@@ -104,7 +105,7 @@ def _examine_zero(hook):
             en="For a gradient of zeros the hook returned NaN: something was divided by 0. A single NaN is enough to ruin "
             "every weight.",
         )
-    _examine_small(hook, torch.zeros(3))
+    _examine_small(hook, torch.zeros(3), 2.0)
 
 
 def _short(tensor):
@@ -200,6 +201,13 @@ def examine_decay(answer):
             zh="`decay` 把参数本身改了。它只该挂上钩子，改的是以后的梯度。",
             en="`decay` has changed the parameters themselves. It should only hang hooks, which change gradients to come.",
         )
+    if model.frozen.requires_grad:
+        refuse(
+            "unfrozen",
+            zh="有一个参数本来是冻结的，`requires_grad` 是 `False`，现在成了 `True`，以后会被训练。这样的参数应当跳过。",
+            en="A parameter was frozen, with `requires_grad` `False`; now it is `True` and the parameter will train. Leave such "
+            "parameters out.",
+        )
     if not isinstance(handles, list | tuple) or not all(hasattr(handle, "remove") for handle in handles):
         refuse(
             "no_handles",
@@ -215,12 +223,32 @@ def examine_decay(answer):
     with torch.no_grad():  # a step of training
         for param in model.parameters():
             param.add_(1.0)
-    plain = _gradients(copy.deepcopy(model), x)  # a deep copy has none of the tensor hooks
-    _examine_decayed(model, plain, _gradients(model, x), strength, values)
+    before = copy.deepcopy(model)  # a deep copy has none of the tensor hooks
+    plain, found = _gradients(before, x), _gradients(model, x)
+    if not all(map(torch.equal, model.parameters(), before.parameters())):
+        refuse(
+            "changed_in_backward",
+            zh="反向传播改动了参数本身：钩子里有一行在原地改它。`param.data` 和参数共用一块内存。",
+            en="Backward has changed the parameters themselves: a line of the hook edits them in place. `param.data` is in the "
+            "same memory as the parameter.",
+        )
+    _examine_decayed(model, plain, found, strength, values)
     _examine_neighbours(answer)
+    with torch.no_grad():  # and one more step
+        for param in model.parameters():
+            param.add_(1.0)
+    plain, found = _gradients(copy.deepcopy(model), 2 * x), _gradients(model, 2 * x)
+    want = {name: plain[name] + strength * dict(model.named_parameters())[name].detach() for name in plain}
+    if not all(torch.allclose(found[name], want[name]) for name in plain):
+        refuse(
+            "first_only",
+            zh="第一次反向对了，换了输入、更新了参数再反向一次，就不对了。钩子都还挂着吗？每次都是从传进来的 `grad` 算起吗？",
+            en="Right in the first backward, wrong in a second one with another input and updated parameters. Are the hooks "
+            "still there, and do they start from the `grad` they are given each time?",
+        )
     for handle in handles:
         handle.remove()
-    if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, x).items()):
+    if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, 2 * x).items()):
         refuse(
             "not_removable",
             zh="对返回的每个句柄都调用了 `.remove()`，可梯度里还是多出一份：有的钩子没有交出句柄。",
@@ -358,12 +386,32 @@ def decay_frozen_too(model, strength):
     ]
 
 
+def decay_unfrozen(model, strength):
+    model.requires_grad_(True)
+    return decay(model, strength)
+
+
+def decay_in_data(model, strength):
+    return _hang(model, lambda param: lambda grad: grad + param.data.mul_(strength))
+
+
+def decay_once(model, strength):
+    def make_hook(param):
+        first = {}
+        return lambda grad: first.setdefault("grad", grad + strength * param.detach())
+
+    return _hang(model, make_hook)
+
+
 DECAY = Exercise(
     "12.B",
     examine_decay,
     decay,
     {
         "changed_weights": decay_weights,
+        "unfrozen": decay_unfrozen,
+        "changed_in_backward": decay_in_data,
+        "first_only": decay_once,
         "no_handles": lambda model, strength: decay(model, strength) and None,
         "no_hooks": lambda model, strength: [] if decay(model, strength) else None,
         "nothing_added": decay_without_return,
@@ -407,10 +455,10 @@ def examine_freeze_rows(answer):
 def _examine_frozen(answer, factors, rows, weight_first):
     weight, neighbour = (nn.Parameter(torch.ones_like(factors)) for _ in range(2))
 
-    def gradient():
+    def gradient(times=1):
         weight.grad = neighbour.grad = None
         both = weight + neighbour if weight_first else neighbour + weight  # one gradient for the two of them
-        (both * factors).sum().backward()
+        (both * factors * times).sum().backward()
         return weight.grad
 
     handle = answer(weight, list(rows))
@@ -437,9 +485,10 @@ def _examine_frozen(answer, factors, rows, weight_first):
     if torch.equal(got, factors) and weight._backward_hooks:
         refuse(
             "returned_nothing",
-            zh="`weight` 上有钩子，梯度却和原来一样：钩子返回了新值吗？（它触发时 `weight.grad` 还没有写入，改那里没有用。）",
-            en="There is a hook on `weight`, but the gradient is what it was: does the hook return the new value? (When it "
-            "fires `weight.grad` is not yet written; changing it does nothing.)",
+            zh="`weight` 上有钩子，梯度却和原来一样：钩子返回新值了吗？返回的那个真的改过吗？（`grad[rows].zero_()` 改的是取出来的副本；钩子触发时 `weight.grad` 还没有写入，改那里也没有用。）",
+            en="There is a hook on `weight`, but the gradient is what it was: does the hook return a new value, and has that been "
+            "changed at all? (`grad[rows].zero_()` edits a copy of these rows; and `weight.grad` is not yet written when the hook "
+            "fires, changing it does nothing.)",
         )
     _examine_rows(got, want, factors, rows)
     if not torch.equal(neighbour.grad, factors):
@@ -448,6 +497,19 @@ def _examine_frozen(answer, factors, rows, weight_first):
             zh="`weight` 的梯度对了，可是和它相加的另一个参数，梯度里也有几行变成了 0：钩子改的是两者共用的那块内存。",
             en="The gradient of `weight` is right, but another parameter that was added to it has rows of 0 as well: the hook "
             "edited memory that the two share.",
+        )
+    if not torch.equal(gradient(times=2), 2 * want):
+        refuse(
+            "first_only",
+            zh="第一次反向对了，把损失乘以 2 再反向一次，就不对了。钩子还挂着吗？每次都是从传进来的 `grad` 算起吗？",
+            en="Right in the first backward, wrong in a second one with the loss times 2. Is the hook still there, and does it "
+            "start from the `grad` it is given each time?",
+        )
+    if not torch.equal(weight, torch.ones_like(weight)):
+        refuse(
+            "changed_weights",
+            zh="反向传播以后，`weight` 的数值变了。冻结是指往后不再更新，不是清零。",
+            en="After backward the values of `weight` have changed. Frozen means no more updates; it does not mean zero.",
         )
     handle.remove()
     if not torch.equal(gradient(), factors):
@@ -462,9 +524,9 @@ def _examine_rows(got, want, factors, rows):
     if torch.equal(got, factors):
         refuse(
             "not_frozen",
-            zh="梯度和原来一样，`weight` 上也没有钩子。钩子挂在谁身上？`weight[rows]` 每次都是一个新张量，没有人用它计算。",
-            en="The gradient is what it was, and there is no hook on `weight`. On what does the hook hang? `weight[rows]` is a "
-            "new tensor each time, and nobody computes with it.",
+            zh="梯度和原来一样，`weight` 上也没有钩子。是不是已经取下了？不然，它挂在谁身上？`weight[rows]` 每次都是一个新张量，没有人用它计算。",
+            en="The gradient is what it was, and there is no hook on `weight`. Is it off again already? If not, on what does it "
+            "hang? `weight[rows]` is a new tensor each time, and nobody computes with it.",
         )
     if not got.any():
         refuse(
@@ -546,12 +608,19 @@ def freeze_twice(weight, rows):
     return freeze_rows(weight, rows)
 
 
+def freeze_once(weight, rows):
+    first, mask = {}, torch.ones_like(weight)
+    mask[rows] = 0
+    return weight.register_hook(lambda grad: first.setdefault("grad", grad * mask))
+
+
 FREEZE_ROWS = Exercise(
     "12.C",
     examine_freeze_rows,
     freeze_rows,
     {
         "edited_in_place": freeze_in_place,
+        "first_only": freeze_once,
         "not_frozen": lambda weight, rows: weight[rows].register_hook(lambda grad: grad * 0),
         "froze_everything": lambda weight, rows: weight.register_hook(lambda grad: grad * 0),
         "inverted": freeze_inverted,

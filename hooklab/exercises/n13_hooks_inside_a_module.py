@@ -26,7 +26,8 @@ def examine_no_negative(answer):
     leaf = (-VALUES).requires_grad_()
     got = answer(leaf * -1)
     _examine_values(got, VALUES)
-    (got * WEIGHT).sum().backward()
+    if got.requires_grad:
+        (got * WEIGHT).sum().backward()
     if leaf.grad is None:
         refuse(
             "cut",
@@ -286,7 +287,7 @@ def _outcome(run):
 
 
 def _examine_handle(handle):
-    if not callable(getattr(handle, "remove", None)):
+    if isinstance(handle, list | set) or not callable(getattr(handle, "remove", None)):
         refuse(
             "no_handle",
             zh=f"应当返回一个能 `.remove()` 的句柄，得到的是 `{type(handle).__name__}`。",
@@ -336,6 +337,8 @@ def _examine_editable(answer):
     handle = answer(layer, lambda grad: None)
     outcome = _outcome(lambda: layer(torch.randn(4, 3)).relu_())
     handle.remove()
+    if isinstance(outcome, RuntimeError) and "BackwardHookFunction" not in str(outcome):
+        raise outcome
     if isinstance(outcome, RuntimeError):
         refuse(
             "full_backward_hook",
@@ -400,6 +403,13 @@ def _examine_quiet(layer, x):
             en="Forward raises when the parameters are frozen: gradients are on, yet the output requires none. The output "
             "itself is the one to ask.",
         )
+    if in_no_grad.requires_grad or when_frozen.requires_grad:
+        refuse(
+            "switched_on",
+            zh="输出原本不需要梯度（在 `no_grad` 之内，或者参数冻结），现在却需要了：后面接原地操作会报错。只问，不要改。",
+            en="The output required no gradient (in `no_grad`, or with frozen parameters) and does now: an in-place operation behind "
+            "it raises. Ask, do not switch on.",
+        )
 
 
 def _examine_removed(layer, x, seen):
@@ -455,6 +465,15 @@ def hook_fails_when_frozen(module, hook):
     return module.register_forward_hook(hang)
 
 
+def hook_switches_on(module, hook):
+    def hang(module, args, output):
+        if not output.requires_grad:
+            output.requires_grad_()
+        output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
 def no_handle(module, hook):
     hook_output(module, hook)
 
@@ -505,6 +524,7 @@ HOOK_OUTPUT = Exercise(
         "hook_on_module": lambda module, hook: module.register_forward_hook(hook),
         "fails_in_no_grad": hook_fails_in_no_grad,
         "fails_when_frozen": hook_fails_when_frozen,
+        "switched_on": hook_switches_on,
         "no_handle": no_handle,
         "first_only": first_only,
         "never_called": lambda module, hook: module.register_forward_hook(lambda *args: None),
@@ -556,6 +576,8 @@ class _Mixed(nn.Module):
 def examine_arrival_order(answer):
     plain = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1))
     _examine_order(_order(answer, plain), ["2", "1", "0"], plain)
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Linear(3, 1))
+    _examine_order(_order(answer, nested), ["1", "0"], nested)
     mixed = _Mixed(frozen=False)
     _examine_order(_order(answer, mixed), ["head", "relu", "body", "stem"], mixed)
     try:
@@ -656,8 +678,9 @@ def _examine_order(order, want, model):
     if order == want[::-1]:
         refuse(
             "forward_order",
-            zh=f"得到的是 `{order}`，这是前向的次序。要在梯度到达时才记。",
-            en=f"Found `{order}`, which is the order of forward. Take the note when the gradient arrives.",
+            zh=f"得到的是 `{order}`，这是前向的次序。要在梯度到达时才记，先到的排在前面。",
+            en=f"Found `{order}`, which is the order of forward. Take the note when the gradient arrives, the first to arrive "
+            "first.",
         )
     if "side" in order:
         refuse(
@@ -673,7 +696,20 @@ def _examine_order(order, want, model):
             en="`relu` works in place; gradients arrive at its output first, then at that of `body`, and you have them the other "
             "way round. Once forward is over, the two names are one tensor (section 6).",
         )
+    if extra := sorted(set(order) - set(want)):
+        refuse(
+            "switched_on",
+            zh=f"得到的是 `{order}`，多了 `{extra}`：它冻结了，输出不需要梯度，是你的函数让它需要的。",
+            en=f"Found `{order}`; `{extra}` is too many: it is frozen and its output requires no gradient, unless your function "
+            "makes it.",
+        )
     missing = sorted(set(want) - set(order))
+    if any(list(model.get_submodule(name).parameters()) for name in missing):
+        refuse(
+            "on_inputs",
+            zh=f"得到的是 `{order}`，缺了 `{missing}`。钩子要挂在子模块的输出上，不是输入上。",
+            en=f"Found `{order}`; missing: `{missing}`. Hang the hook on the output of the child, not on its input.",
+        )
     refuse(
         "wrong_order",
         zh=f"得到的是 `{order}`，"
@@ -781,6 +817,36 @@ def whole_model(model, x):
     return order
 
 
+def inner_modules_too(model, x):
+    return _arrivals(model, x, [pair for pair in model.named_modules() if pair[0]])
+
+
+def _arrivals(model, x, layers, of=lambda args, output: output, switch_on=False):
+    order, handles = [], []
+    for name, layer in layers:
+
+        def hang(module, args, output, name=name):
+            tensor = of(args, output)
+            if switch_on and not tensor.requires_grad:
+                tensor.requires_grad_()
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: order.append(name))
+
+        handles.append(layer.register_forward_hook(hang))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def arrivals_at_inputs(model, x):
+    return _arrivals(model, x, model.named_children(), of=lambda args, output: args[0])
+
+
+def arrivals_switched_on(model, x):
+    return _arrivals(model, x, model.named_children(), switch_on=True)
+
+
 def full_backward_hooks(model, x):
     order, handles = [], []
     for name, child in model.named_children():
@@ -878,6 +944,8 @@ ARRIVAL_ORDER = Exercise(
         "not_children": order_of_parameters,
         "nothing_arrived": nothing_arrived,
         "repeated": repeated,
+        "switched_on": arrivals_switched_on,
+        "on_inputs": arrivals_at_inputs,
         "replaced_output": handle_for_output,
     },
     zh="次序是记下来的，不是推出来的：声明的先后、没有用到的分支、原地的 ReLU 都骗不了它。",

@@ -15,8 +15,9 @@ from hooklab.exercises.check import Exercise, Prediction, refuse
 
 def on_first_gradient(tensor, function):
     def hook(grad):
-        handle.remove()
-        function(grad)
+        if grad is not None:
+            handle.remove()
+            function(grad)
 
     handle = tensor.register_hook(hook)
 
@@ -77,9 +78,9 @@ def examine_on_first_gradient(answer):
     if x.grad.tolist() != [16.0, 16.0]:
         refuse(
             "changed_otherwise",
-            zh=f"梯度被改动了：`x.grad` 应当是 `[16.0, 16.0]`，得到的是 `{x.grad.tolist()}`。看看你的钩子返回了什么。",
+            zh=f"梯度被改动了：`x.grad` 应当是 `[16.0, 16.0]`，得到的是 `{x.grad.tolist()}`。看看你的钩子返回了什么，有没有原地改 `grad`。",
             en=f"The gradient was changed: `x.grad` should be `[16.0, 16.0]`; found `{x.grad.tolist()}`. See what your hook "
-            "returns.",
+            "returns, and whether it edits `grad` in place.",
         )
     if len(ours) != 2:
         refuse(
@@ -93,6 +94,7 @@ def examine_on_first_gradient(answer):
             zh="`function` 只被调用了一次，但钩子还挂着，以后每次反向都要白跑一趟。",
             en="`function` was called once, but the hook is still there and runs for nothing in every later backward.",
         )
+    _examine_apart(answer)
     z, seen[:] = x * 2, []
     answer(z, function)
     torch.autograd.grad((z * 3).sum(), z)
@@ -117,6 +119,27 @@ def examine_on_first_gradient(answer):
         )
 
 
+def _examine_apart(answer):
+    """Two tensors, hooked one after the other."""
+    x, counts = torch.ones(2, requires_grad=True), {"first": 0, "second": 0}
+    first, second = x * 2, x * 3
+
+    def count(name):
+        return lambda grad: counts.update({name: counts[name] + 1})
+
+    answer(first, count("first"))
+    answer(second, count("second"))
+    for _ in range(2):
+        (first + second).sum().backward(retain_graph=True)
+    if counts != {"first": 1, "second": 1}:
+        refuse(
+            "shared",
+            zh=f"两个张量各挂一个，反向两遍，调用次数是 `{list(counts.values())}`，应当各 1 次：你的几次调用共用了同一个变量。",
+            en=f"One on each of two tensors, two backwards: called `{list(counts.values())}` times instead of 1 each. Your calls "
+            "share one variable.",
+        )
+
+
 def stays(tensor, function):
     calls = []
 
@@ -126,6 +149,14 @@ def stays(tensor, function):
             function(grad)
 
     tensor.register_hook(hook)
+
+
+def one_handle_for_all(tensor, function):
+    def hook(grad):
+        one_handle_for_all.handle.remove()
+        function(grad)
+
+    one_handle_for_all.handle = tensor.register_hook(hook)
 
 
 def changed(tensor, function):
@@ -196,6 +227,7 @@ ON_FIRST_GRADIENT = Exercise(
         "called_at_once": lambda tensor, function: tensor.register_hook(function(torch.zeros(2))),
         "never_called": lambda tensor, function: tensor.register_hook(lambda grad: None),
         "not_hung": lambda tensor, function: tensor.register_hook(function).remove(),
+        "shared": one_handle_for_all,
     },
     zh="触发一次，取下自己，不动梯度。",
     en="It fires once, takes itself off, and leaves the gradient alone.",
@@ -225,6 +257,7 @@ def _net():
 
 
 def _forgets(net):
+    net[1].register_forward_hook(_look)
     net[1].register_forward_hook(_look)
     net[2].weight.register_hook(_look)
     net[0].register_forward_pre_hook(_look).remove()
@@ -268,8 +301,10 @@ def examine_left_by(answer):
             zh=f"`function` 什么也没留下，却得到了 `{got}`：原来就有的钩子不该算。",
             en=f"`function` left nothing, yet the answer is `{got}`: hooks that were there before do not count.",
         )
+    places = [hook.place for hook in hooks_on(net)]
     got = answer(_forgets, net)
     _expect_places(got)
+    _examine_all_there(net, places)
     if extra := [place for place in got if place not in ("1", "2.weight")]:
         refuse(
             "too_many",
@@ -280,9 +315,9 @@ def examine_left_by(answer):
     if "1" not in got:
         refuse(
             "missed_twin",
-            zh=f"得到的是 `{got}`，少了 `1`：那里原来就有一个同样的函数，`function` 又注册了一次，是另一个钩子。",
-            en=f"Found `{got}`, without `1`: the same function was there before, and `function` has registered it once more, "
-            "which is another hook.",
+            zh=f"得到的是 `{got}`，少了 `1`：那里原来就有一个同样的函数，`function` 又注册了它，是另外的钩子。",
+            en=f"Found `{got}`, without `1`: the same function was there before, and `function` has registered it again, which "
+            "makes other hooks.",
         )
     if "2.weight" not in got:
         refuse(
@@ -290,11 +325,22 @@ def examine_left_by(answer):
             zh=f"得到的是 `{got}`，少了 `2.weight`：钩子也可以挂在参数上。",
             en=f"Found `{got}`, without `2.weight`: a hook may hang on a parameter, too.",
         )
-    if sorted(got) != ["1", "2.weight"]:
+    if sorted(got) != ["1", "1", "2.weight"]:
         refuse(
-            "twice",
-            zh=f"`1` 和 `2.weight` 各留下一个钩子，得到的却是 `{got}`。",
-            en=f"One hook was left at `1` and one at `2.weight`; found `{got}`.",
+            "wrong_count",
+            zh=f"`1` 上留下了两个钩子，`2.weight` 上一个，每个钩子占一项；得到的却是 `{got}`。",
+            en=f"Two hooks were left at `1` and one at `2.weight`, and each has an entry; found `{got}`.",
+        )
+
+
+def _examine_all_there(net, before):
+    """The answer only looks: the old hooks are there, and those that `function` has left."""
+    left = [hook.place for hook in hooks_on(net)]
+    if sorted(left) != sorted([*before, "1", "1", "2.weight"]):
+        refuse(
+            "removed",
+            zh="模型上的钩子少了：只看，不要取下。",
+            en="Hooks are missing from the model: only look, take none off.",
         )
 
 
@@ -321,6 +367,13 @@ def tail(function, model):
     return [hook.place for hook in hooks_on(model)[before:]]
 
 
+def and_clears(function, model):
+    places = left_by(function, model)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return places
+
+
 def records(function, model):
     before = hooks_on(model)
     function(model)
@@ -336,7 +389,8 @@ LEFT_BY = Exercise(
         "missed_twin": by_function,
         "missed_parameter": modules_only,
         "too_many": tail,
-        "twice": lambda function, model: left_by(function, model) * 2,
+        "wrong_count": lambda function, model: sorted(set(left_by(function, model))),
+        "removed": and_clears,
         "not_places": records,
         "not_a_list": lambda function, model: set(left_by(function, model)),
         "other_model": lambda function, model: left_by(function, copy.deepcopy(model)),
@@ -353,7 +407,12 @@ def final_gradient(tensor):
     seen = []
     edge = get_gradient_edge(tensor)
     number = edge.output_nr
-    edge.node.register_prehook(lambda grads: seen.append(grads[number].clone()))
+
+    def note(grads):
+        if grads[number] is not None:
+            seen.append(grads[number].clone())
+
+    edge.node.register_prehook(note)
     return seen
 
 
@@ -370,6 +429,13 @@ def _recorded(answer, tensor, loss):
     tensor.register_hook(lambda grad: grad + 1)
     loss.backward(retain_graph=True)
     loss.backward()
+    for item in got:
+        if not isinstance(item, torch.Tensor | tuple | None):
+            refuse(
+                "not_tensors",
+                zh=f"列表里应当是张量，得到的是 `{type(item).__name__}`。",
+                en=f"The list should hold tensors; found `{type(item).__name__}`.",
+            )
     return [grad.tolist() if isinstance(grad, torch.Tensor) else grad for grad in got]
 
 
@@ -544,6 +610,9 @@ FINAL_GRADIENT = Exercise(
         "nothing": lambda tensor: [],
         "changed": changes,
         "not_a_list": lambda tensor: tensor.register_hook(print),
+        "not_tensors": _with_node(
+            lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0].tolist()))
+        ),
         "shares_memory": shares_memory,
     },
     zh="叶子、中间张量、多个输出中的一个，记下的都是最终的梯度。",

@@ -19,7 +19,8 @@ def record_norms(tensors):
 
     def measure(grads):
         arrived = [grad.norm() for grad in grads if grad is not None]
-        norms.append(torch.stack(arrived).norm().item())
+        if arrived:
+            norms.append(torch.stack(arrived).norm().item())
 
     return norms, register_multi_grad_hook(tensors, measure)
 
@@ -383,13 +384,8 @@ def _handles(got):
 
 
 def _examine_step(model, twin, before, number):
-    if model.head.bias.requires_grad:
-        refuse(
-            "unfrozen",
-            zh="`head.bias` 本来是冻结的，现在它的 `requires_grad` 成了 `True`：冻结的参数不该被你放开。",
-            en="`head.bias` was frozen, now its `requires_grad` is `True`: a frozen parameter is not yours to thaw.",
-        )
-    moved = [not torch.equal(one, two) for one, two in zip(_trained(model), _trained(before), strict=True)]
+    _examine_frozen(model)
+    moved = _moved(model, before)
     if number == 0 and not any(moved):
         refuse(
             "nothing_moved",
@@ -397,19 +393,14 @@ def _examine_step(model, twin, before, number):
             en="After one backward no parameter has changed. At the moment when `step()` is called, is there anything in "
             "`.grad`?",
         )
-    if number == 0 and sum(moved) == 1:
-        refuse(
-            "one_moved",
-            zh=f"反向一次之后，{len(moved)} 个参数里只有 1 个变了。每个钩子用的都是自己那个优化器吗？闭包里的变量取的是调用时的值。",
-            en=f"After one backward only 1 of {len(moved)} parameters has changed. Does each hook use an optimizer of its "
-            "own? A closure reads a variable when it is called, not when it is made.",
-        )
+    if number == 0:
+        _examine_one(moved)
     if number == 0 and not all(moved):
         refuse(
             "some_moved",
-            zh=f"反向一次之后，{len(moved)} 个参数里只有 {sum(moved)} 个变了。更新的那一刻，每个参数的 `.grad` 都已经存好了吗？",
-            en=f"After one backward only {sum(moved)} of {len(moved)} parameters have changed. At the moment of the update, "
-            "was the `.grad` of every parameter stored already?",
+            zh=f"反向一次之后，{len(moved)} 个参数里只有 {sum(moved)} 个变了。每个要训练的参数都挂上钩子了吗？更新的那一刻，每个参数的 `.grad` 都已经存好了吗？",
+            en=f"After one backward only {sum(moved)} of {len(moved)} parameters have changed. Does every trained parameter have a "
+            "hook? At the moment of the update, was the `.grad` of every parameter stored already?",
         )
     if not all(_same(model, twin)):
         refuse(
@@ -422,6 +413,29 @@ def _examine_step(model, twin, before, number):
             if number == 0
             else "The first step agrees with ordinary training, later ones do not. Momentum and Adam's state live in the "
             "optimizer; and is a gradient of the step before still there?",
+        )
+
+
+def _moved(model, before):
+    return [not torch.equal(one, two) for one, two in zip(_trained(model), _trained(before), strict=True)]
+
+
+def _examine_frozen(model):
+    if model.head.bias.requires_grad:
+        refuse(
+            "unfrozen",
+            zh="`head.bias` 本来是冻结的，现在它的 `requires_grad` 成了 `True`：冻结的参数不该被你放开。",
+            en="`head.bias` was frozen, now its `requires_grad` is `True`: a frozen parameter is not yours to thaw.",
+        )
+
+
+def _examine_one(moved):
+    if sum(moved) == 1:
+        refuse(
+            "one_moved",
+            zh=f"更新之后，{len(moved)} 个参数里只有 1 个变了。每个钩子用的都是自己那个优化器吗？闭包里的变量取的是调用时的值。",
+            en=f"After the update only 1 of {len(moved)} parameters has changed. Does each hook use an optimizer of its "
+            "own? A closure reads a variable when it is called, not when it is made.",
         )
 
 
@@ -466,14 +480,16 @@ def on_each(model, make_hook, register="register_post_accumulate_grad_hook"):
     return [getattr(param, register)(make_hook(param)) for param in _trained(model)]
 
 
-def late_binding(model, make_optimizer):
-    handles = []
+def late_binding(model, make_optimizer, count=1):
+    handles, calls = [], dict.fromkeys(_trained(model), 0)
     for param in _trained(model):
         optimizer = make_optimizer([param])
 
         def step(param):
-            optimizer.step()  # noqa: B023
-            optimizer.zero_grad()  # noqa: B023
+            calls[param] += 1
+            if calls[param] % count == 0:
+                optimizer.step()  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
 
         handles.append(param.register_post_accumulate_grad_hook(step))
     return handles
@@ -601,8 +617,41 @@ def examine_step_every(answer):
             if number % count == 0:
                 reference.step()
                 reference.zero_grad()
+            _examine_frozen(model)
+            if number == count:
+                _examine_one(_moved(model, before))
             _examine_every(model, twin, before, number, count)
         _examine_removed(handles, model, batches[-1])
+    _examine_own_count(answer)
+
+
+class _Two(nn.Module):
+    """Two numbers, of which a forward may leave out the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, both):
+        return (self.always + (self.sometimes if both else 0)).sum()
+
+
+def _examine_own_count(answer):
+    model = _Two()
+    handles = _handles(answer(model, partial(torch.optim.SGD, lr=0.25), 2))
+    values = []
+    for both in (False, True):
+        model(both).backward()
+        values.append(model.always.item())
+    for handle in handles:
+        handle.remove()
+    if values != [1.0, 0.5]:
+        refuse(
+            "one_count",
+            zh=f"`count` 为 2，第 1 次反向没用到另一个参数。有个参数每次都收到梯度 1（学习率 0.25），2 次反向之后应当从 1.0 到 0.5，它的值先后是 `{values}`。每个参数各数各的。",
+            en=f"With `count` 2, the 1st backward left out another parameter. One was given the gradient 1 each time (learning rate "
+            f"0.25) and should go from 1.0 to 0.5 after backward 2; its values were `{values}`. Each parameter keeps its own count.",
+        )
 
 
 def _examine_every(model, twin, before, number, count):
@@ -672,6 +721,19 @@ def one_for_all(model, make_optimizer, count):
     return on_each(model, lambda param: step)
 
 
+def counting_all(model, make_optimizer, count):
+    small, calls = {param: make_optimizer([param]) for param in _trained(model)}, []
+
+    def step(param):
+        calls.append(param)
+        if len(calls) % (count * len(small)) == 0:
+            for optimizer in small.values():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
 def own_turn(calls, param, count):
     return calls[param] % count == 0
 
@@ -690,6 +752,11 @@ STEP_EVERY = Exercise(
             len(step_every(model, make_optimizer, count))
         ),
         "raised": lambda model, make_optimizer, count: with_frozen(model, make_optimizer),
+        "one_moved": lambda model, make_optimizer, count: late_binding(model, make_optimizer, count),
+        "unfrozen": lambda model, make_optimizer, count: step_every(
+            model.requires_grad_(True), make_optimizer, count
+        ),
+        "one_count": counting_all,
     },
     zh="结果与普通的梯度累积一致。内存呢？攒着的时候一点也没省。",
     en="The result is that of ordinary gradient accumulation. And the memory? While gradients add up, none is saved.",
