@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from hooklab._features import NO_BACKWARD, graph_task
 from hooklab._installed import Installed
@@ -94,13 +94,22 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             if grad is not None and not self._closed:
                 running.add(unbatched(grad))
 
-        # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient.
+        # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
+        # the first without grad.
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            if not is_grad_enabled():
+                return
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.requires_grad:
-                    hooks = tensor._backward_hooks if tensor.is_leaf else None
+                    hooks = (tensor._backward_hooks or {}) if tensor.is_leaf else None
                     if hooks and arrived in hooks.values():  # the same leaf as in an earlier call
                         continue
+                    if hooks is None and any(tensor is given for given in tensors_in(args)):
+                        # Handed through, as by nn.Identity: a recomputation meets the same Node again.
+                        met = tensor.grad_fn.metadata.setdefault(__name__, [])
+                        if arrived in met:
+                            continue
+                        met.append(arrived)
                     handle = tensor.register_hook(arrived)
                     if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
                         # Of leaves that are gone there is nothing to remove.

@@ -26,6 +26,8 @@ from hooklab._walk import called_by_itself, leave
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
 
 NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)  # since PyTorch 2.15
+# A leaf's; and what an operation in place makes for itself, between what it saves first and last.
+SAVES_NOTHING = "AccumulateGrad", "CloneBackward0", "AsStridedBackward0"
 
 
 @dataclass(slots=True)
@@ -184,6 +186,7 @@ class SavedTensors(Sequence[SavedTensor]):
                 saved.record.operation = _running_node()
             return unhold(saved.content) if outer is None else outer[1](saved.content)
 
+        pack.hooklab_outer = outer
         return pack, unpack
 
     def _record(self, tensor: Tensor) -> SavedTensor:
@@ -212,13 +215,20 @@ class SavedTensors(Sequence[SavedTensor]):
         return number, storage.nbytes(), owner
 
     def _on_node(self, node: graph.Node) -> None:
-        if type(node).__name__ == "AccumulateGrad":  # a leaf's: it saves nothing
+        if type(node).__name__ in SAVES_NOTHING:
             return
         # A checkpoint has saved its input by itself, and its Nodes are not ours.
-        displaced = outer_hooks() != self._ours
+        displaced = not self._reached()
         for record in self._unnamed:
             record.operation = "" if displaced else type(node).__name__
         self._unnamed.clear()
+
+    def _reached(self) -> bool:
+        """True if what is saved now comes to our hooks, perhaps through others that pass it on."""
+        top = outer_hooks()
+        while top is not None and top != self._ours:
+            top = getattr(top[0], "hooklab_outer", None)
+        return top is not None
 
     def _let_go(self, record: SavedTensor) -> None:
         self._holders[record.storage] -= 1

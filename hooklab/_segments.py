@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -97,7 +98,8 @@ class Buffers:
         self.before: dict[tuple[nn.Module, str], Tensor | None] = {}  # as the forward found them
         self.modes = [module.training for module in self.owners]
         self.real: list[tuple[dict[tuple[nn.Module, str], Tensor | None], list[bool]]] = []
-        self.parameters: dict[nn.Parameter, int | None] = {}  # with the version that the forward has used
+        # Parameters and large buffers, of which there is no copy: with the version that the forward has used.
+        self.used: dict[Tensor, int | None] = {}
 
     def now(self) -> dict[tuple[nn.Module, str], Tensor | None]:
         return {(owner, name): b for owner in self.owners for name, b in owner._buffers.items()}
@@ -116,26 +118,35 @@ class Buffers:
             yield
         finally:  # a graph that ends in an error may be used, too
             found_now = (p for owner in self.owners for p in owner._parameters.values())
-            self.parameters = {p: _version(p) for p in filter(_is_there, found_now)}
+            self.used = {p: _version(p) for p in filter(_is_there, found_now)}
             for (owner, name), buffer in found.items():
                 copy, version = copies.get(id(buffer), (buffer, None))
-                # Fused operations edit small buffers and leave the version as it was.
                 same = (
                     owner._buffers.get(name) is buffer and _is_there(buffer) and _version(buffer) == version
                 )
-                self.before[owner, name] = buffer if same and buffer.numel() > SMALL else copy
+                # Fused operations and edits through `.data` leave the version as it was.
+                large = same and buffer.numel() > SMALL and _equal(copy, buffer)
+                self.before[owner, name] = buffer if large else copy
+                if large:
+                    self.used[buffer] = version
 
     def __enter__(self) -> None:
-        for parameter, version in self.parameters.items():
-            if _version(parameter) != version:
-                refuse_edited(f"a parameter {list(parameter.shape)}", parameter._version, version)
+        for tensor, version in self.used.items():
+            if _version(tensor) != version:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
+        there = {id(buffer): buffer for buffer in filter(_is_there, self.before.values())}
+        copies = {
+            number: _copy(buffer) for number, buffer in there.items()
+        }  # memory may be full: nothing is replaced yet
         self.real.append((self.now(), [module.training for module in self.owners]))
-        self.set_modes(self.modes)
-        copies: dict[int, Tensor] = {}
-        for (owner, name), buffer in self.before.items():
-            if _is_there(buffer) and id(buffer) not in copies:
-                copies[id(buffer)] = _copy(buffer)
-            owner._buffers[name] = copies.get(id(buffer), buffer)
+        try:
+            self.set_modes(self.modes)
+            for (owner, name), buffer in self.before.items():
+                owner._buffers[name] = copies.get(id(buffer), buffer)
+        except BaseException:  # without __enter__ there is no __exit__
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         buffers, modes = self.real.pop()
@@ -146,6 +157,13 @@ class Buffers:
     def set_modes(self, modes: list[bool]) -> None:
         for module, training in zip(self.owners, modes, strict=True):
             module.training = training
+
+
+def _equal(copy: Tensor, buffer: Tensor) -> bool:
+    """Meta and fake tensors have no content to compare; what is not strided counts as changed."""
+    if copy.layout != torch.strided or copy.is_quantized:
+        return False
+    return copy.is_meta or isinstance(copy, FakeTensor) or torch.equal(copy, buffer)
 
 
 def _is_there(tensor: Tensor | None) -> bool:

@@ -13,6 +13,8 @@ from hooklab import _refuse
 
 __all__ = ["callable_layers", "chosen", "down_to", "groups", "uncompiled"]
 
+MAX_DEPTH = 900  # of a module inside a module
+
 
 def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
     """What `select` returns; `function` is the one that the errors name."""
@@ -103,6 +105,11 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     stack = [("", model)]
     while stack:
         name, module = stack.pop()
+        if name.count(".") > MAX_DEPTH:
+            raise RecursionError(
+                f"this model has a {type(module).__name__} inside itself: {name[:60]}...; keep a reference to a parent "
+                "in a list or a weakref, where nn.Module does not register it"
+            )
         found[name] = module
         if module._modules:
             prefix = f"{name}." if name else ""

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
+)
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -98,10 +103,12 @@ class Running:
         with self._lock:
             self.calls += 1
             self._count += number
-            if number == 0 or tensor.is_meta or isinstance(tensor, FakeTensor):
+            if tensor.is_meta or isinstance(tensor, FakeTensor):
                 return
             if self._bins:
                 self._add_to_histogram(tensor)
+            if number == 0:
+                return
             if number >= STAGED:
                 if number > CHUNK or not (tensor.is_cpu and tensor.is_contiguous() and self._fast(tensor)):
                     self._measure(tensor)
@@ -244,7 +251,7 @@ class Running:
 def unbatched(grad: Tensor) -> Tensor:
     """All gradients of a batch inside `torch.autograd.grad(is_grads_batched=True)`; elsewhere `grad` itself."""
     # They still use the vmap from before torch.func, whose tensors are not functorch's.
-    if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse("VmapMode")):
+    if not is_legacy_batchedtensor(grad):
         return grad
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
@@ -84,7 +84,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, PackedSequence):  # the rest of it are lengths and an order
         return tuple.__new__(PackedSequence, (function(value.data), *value[1:]))
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(
+        value, Size
+    ):  # which holds numbers, and refuses tuple's constructor
         items = [map_tensors(function, item) for item in value]
         # torch.return_types (what `torch.max` returns) refuse tuple's constructor; named tuples may have their own.
         return type(value)(items) if hasattr(value, "n_fields") else tuple.__new__(type(value), items)

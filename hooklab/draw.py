@@ -92,7 +92,7 @@ def graph(
             raise NotDrawn(
                 f"{len(nodes):,} Nodes, more than the {MAX_NODES:,} that a picture can show; draw a smaller part"
             )
-        return Picture(facts, svg=svg_from_dot(_dot_source(t, names, saved, len(nodes))))
+        return Picture(facts, svg=svg_from_dot(_dot_source(t, names, saved, nodes)))
     except NotDrawn as error:
         return Picture(facts, reason=f"not drawn: {error}")
 
@@ -402,7 +402,7 @@ def _shape(tensor: Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, node_count: int) -> str:
+def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[Node]) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # distutils' deprecation: torchviz's affair
@@ -418,16 +418,26 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, node_count: in
             return None
 
     def has(node: Node, name: str) -> bool:
-        return hasattr(type(node), name) and (
-            name != "saved_tensors" or (saved and read(node, name) is not None)
-        )
+        return hasattr(type(node), name) and name != "saved_tensors"  # among which None may be: below
 
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 1_000 + 4 * node_count))  # make_dot calls itself once per Node
+    sys.setrecursionlimit(max(limit, 1_000 + 4 * len(nodes)))  # make_dot calls itself once per Node
     try:
         with warnings.catch_warnings(), patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
             warnings.simplefilter("ignore")
             dot = torchviz.make_dot(t, params=names, show_saved=saved)
+        kept = []  # their ids must not be used again
+        for node in nodes if saved else ():
+            for tensor in (
+                read(node, "saved_tensors") if hasattr(type(node), "saved_tensors") else None
+            ) or ():
+                if tensor is not None:
+                    kept.append(tensor)
+                    dot.edge(str(id(tensor)), str(id(node)), dir="none")
+                    named = next((name for name, one in names.items() if one is tensor), "")
+                    dot.node(str(id(tensor)), f"{named}\n {_shape(tensor)}", fillcolor="orange")
+    except Exception as error:
+        raise NotDrawn(f"torchviz cannot draw this graph: {type(error).__name__}: {error}") from None
     finally:
         sys.setrecursionlimit(limit)
     ids: dict[str, str] = {}

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 
 from hooklab import _refuse
 from hooklab._features import Features
@@ -144,7 +145,8 @@ def with_grad(tensor: Tensor) -> Tensor:
 
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
-    say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint. An output
+    say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint and for gradients that
+    come in batches (`is_grads_batched=True`). An output
     that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is
     hooked here.
 
@@ -174,7 +176,7 @@ def with_grad(tensor: Tensor) -> Tensor:
     if node is not None:
 
         def arrived(grad):  # annotations would be evaluated in every call of every layer
-            if grad is not None:
+            if grad is not None and not is_legacy_batchedtensor(grad):
                 kept.grad = grad.detach() if grad.requires_grad else grad
 
         if tensor._backward_hooks is None:

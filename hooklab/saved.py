@@ -60,7 +60,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
 
     The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and
     buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
-    changed once, and random numbers (dropout) are drawn again alike.
+    changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike; not those of a
+    `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart.
 
     Args:
         model: any module.
@@ -76,7 +77,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         ValueError: a number is below 1, `plan` is empty, or a Sequential is checkpointed already. Nothing has
             been changed then.
         RuntimeError: in forward, if a segment edits its input in place, deeper inside than in its first block
-            (there the input is copied); in backward, if a parameter was edited in between.
+            (there the input is copied); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
+            edited in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
@@ -236,4 +238,4 @@ def _is_plain(tensor: Tensor) -> bool:
     """True for an ordinary tensor, which is no more than bytes in a memory of its own."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
         return False
-    return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg())
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor._is_zerotensor())

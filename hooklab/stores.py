@@ -104,7 +104,7 @@ class Disk:
     """
 
     def __init__(self, folder: str | os.PathLike | None = None):
-        self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        self.folder = os.path.abspath(folder) if folder is not None else tempfile.gettempdir()
         if os.path.isfile(self.folder):
             raise NotADirectoryError(errno.ENOTDIR, "Disk: expected a folder, found a file", self.folder)
         if not os.path.isdir(self.folder):
@@ -183,7 +183,7 @@ class Disk:
         with self._lock:
             self._row.join()
             self._file.truncate(self._row.gaps[-1][0])  # what was written of it before the disk was full
-        free = shutil.disk_usage(self.folder).free
+        free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
         return (
             f"Disk: no room in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
             "on another disk: Offload(model, to=Disk(folder))"

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hooklab import _refuse
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
-from hooklab._packing import hold, installed, outer_hooks, unhold
+from hooklab._packing import eager, hold, installed, outer_hooks, unhold
 from hooklab._walk import behind, called_by_itself, first_shape, leave, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
@@ -107,8 +107,12 @@ class Trace:
     def _hang_on_model(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             label = name or type(module).__name__
-            self._handles.append(module.register_forward_pre_hook(self._on_forward_pre(label, root=not name)))
-            self._handles.append(module.register_forward_hook(self._on_forward(label), always_call=True))
+            self._handles.append(
+                module.register_forward_pre_hook(eager(self._on_forward_pre(label, root=not name)))
+            )
+            self._handles.append(
+                module.register_forward_hook(eager(self._on_forward(label)), always_call=True)
+            )
         for name, param in model.named_parameters():
             self._names[id(param)] = weakref.ref(param), name
             if param.requires_grad:
@@ -196,14 +200,15 @@ class Trace:
         outer = outer_hooks()
 
         def pack(tensor: Tensor) -> Any:
-            self._record("pack", self._name(tensor), tuple(tensor.shape))
+            self._record("pack", self._name(tensor), first_shape(tensor))
             return hold(tensor) if outer is None else outer[0](tensor)
 
         def unpack(packed: Any) -> Tensor:
             tensor = packed[0] if outer is None else outer[1](packed)
-            self._record("unpack", self._node().where, tuple(tensor.shape), self._node().inside)
+            self._record("unpack", self._node().where, first_shape(tensor), self._node().inside)
             return unhold(packed) if outer is None else tensor
 
+        pack.hooklab_outer = outer
         return pack, unpack
 
     # ---- the clock ----

@@ -637,3 +637,72 @@ def test_eval_between_forward_and_backward_changes_no_gradient_and_stays():
         assert not any(module.training for module in model.modules())
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+class Quantize(nn.Module):
+    """A codebook that moves along in training, edited through `.data` as vector quantizers do."""
+
+    def __init__(self, codes):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(codes, 6))
+
+    def forward(self, x):
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        self.codes.data.mul_(0.5).add_(x.detach().mean())
+        return x * quantized
+
+
+@pytest.mark.parametrize("codes", [10, 1_000])
+def test_a_buffer_edited_through_data_has_its_old_value_again(codes):
+    def make():
+        return nn.Sequential(nn.Sequential(nn.Linear(6, 6), Quantize(codes), nn.Linear(6, 6), nn.Tanh()))
+
+    plain, want, got = both(make, [torch.randn(8, 6), torch.randn(8, 6)], {"0": 4})
+    assert equal(want, got)
+    assert plain[0][1].codes.abs().max() < 10
+
+
+@pytest.mark.parametrize("numbers", [10, 5_000])
+def test_a_buffer_edited_between_forward_and_backward_changes_no_gradient_in_secret(numbers):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("factor", torch.ones(numbers))
+
+        def forward(self, x):
+            return x * self.factor.mean()
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), Scale()))
+    with checkpoint_segments(model, {"0": 2}):
+        loss = model(torch.ones(1, 2)).sum()
+        model[0][1].factor.add_(1)
+        if numbers > 4_096:  # there is no copy of it
+            with pytest.raises(
+                RuntimeError, match=r"modified by an inplace operation: \[a buffer \[5000\]\]"
+            ):
+                loss.backward()
+        else:
+            loss.backward()
+            assert model[0][0].bias.grad.tolist() == [1, 1]
+
+
+def test_when_memory_is_full_at_the_begin_of_computing_again_buffers_stay(monkeypatch):
+    model, calls = net(), []
+
+    def full(buffer):
+        calls.append(buffer)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("on purpose")
+        return buffer.clone()
+
+    buffers = dict(model.named_buffers())
+    with checkpoint_segments(model, {"body": 5}):
+        loss = model(torch.randn(8, 4)).sum()
+        values = {name: buffer.clone() for name, buffer in buffers.items()}
+        monkeypatch.setattr("hooklab._segments._copy", full)
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+            loss.backward()
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    assert all(torch.equal(buffer, values[name]) for name, buffer in model.named_buffers())
+    assert all(module.training for module in model.modules())

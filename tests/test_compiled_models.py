@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import mlp
 
-from hooklab import features, layer_statistics, verbose, with_grad
+from hooklab import features, layer_statistics, no_leftovers, trace, verbose, with_grad
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +91,16 @@ def test_with_grad_is_right_in_a_model_compiled_afterwards(model, x):
             compiled(x).sum().backward()
             assert torch.equal(f["1"].grad, expected)
             assert torch.equal(f["1"], hidden)
+
+
+def test_a_compiled_model_that_has_not_run_yet_can_be_traced():
+    torch.compiler.reset()
+    model = mlp(4, 3)
+    compiled = torch.compile(model, backend="eager")
+    x = torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="hooks placed after compiling"):
+        traced = trace(compiled)
+    with no_leftovers(model), traced:
+        output = compiled(x)
+        output.sum().backward()
+    assert torch.equal(output, model(x))

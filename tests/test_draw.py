@@ -227,3 +227,34 @@ def test_a_node_with_a_variable_of_its_own_is_drawn():
 
     x = torch.ones(3, requires_grad=True)
     assert "Tripled" in draw.graph(Tripled.apply(x)).facts
+
+
+class Optional(torch.autograd.Function):
+    """Saves None where there is no third input."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias):
+        ctx.save_for_backward(x, w, bias)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, _ = ctx.saved_tensors
+        return grad * w, grad * x, None
+
+
+def test_a_function_that_saves_none_is_drawn():
+    x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    picture = draw.graph(Optional.apply(x, w, None), {"x": x, "w": w}, saved=True)
+    assert "OptionalBackward" in " ".join(boxes(picture.svg))
+    assert picture.svg.count("orange") == 2
+
+
+def test_what_torchviz_cannot_draw_is_told_in_words(monkeypatch):
+    import torchviz
+
+    monkeypatch.setattr(torchviz.dot, "get_fn_name", lambda *args: 1 / 0)
+    picture = draw.graph(chain(1))
+    assert picture.svg is None
+    assert "torchviz cannot draw this graph: ZeroDivisionError" in picture.reason
+    assert "MulBackward0" in str(picture)

@@ -658,3 +658,25 @@ def test_a_dataclass_with_a_field_that_is_not_set():
         net(torch.ones(1, 2))
     assert f[""].logits.shape == (1, 2)
     assert lines == ["Net  Net  Output(logits=[1, 2])"]
+
+
+def test_a_layer_that_returns_a_shape_beside_its_tensor(x):
+    class WithShape(nn.Module):
+        def forward(self, x):
+            return x * 2, x.shape
+
+    layer = WithShape()
+    with features(layer, "") as f:
+        layer(x)
+    kept, shape = f[""]
+    assert torch.equal(kept, x * 2)
+    assert isinstance(shape, torch.Size)
+    assert shape == x.shape
+
+
+def test_a_batch_of_gradients_is_not_the_gradient_of_the_output(model, x):
+    with features(model, "0", keep=with_grad) as f:
+        torch.autograd.functional.jacobian(model, x, vectorize=True)
+        assert f["0"].grad is None
+        model(x).sum().backward()
+    assert f["0"].grad.shape == f["0"].shape

@@ -552,3 +552,28 @@ def test_leaves_that_are_gone_leave_no_handle_behind():
         handles = len(stats._handles)
     assert handles <= 3
     assert stats["0"].calls == 20
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_layer_that_hands_its_input_through_counts_once_under_a_checkpoint(reentrant, nested):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Identity(), nn.Linear(3, 3), nn.Tanh()))
+    with layer_statistics(model, "1.0", of="grad_output") as plain:
+        model(torch.ones(2, 2)).sum().backward()
+
+    def block(x):
+        return checkpoint(model[1], x, use_reentrant=reentrant) if nested else model[1](x)
+
+    with layer_statistics(model, "1.0", of="grad_output") as stats:
+        checkpoint(block, model[0](torch.ones(2, 2)), use_reentrant=reentrant).sum().backward()
+    assert (stats["1.0"].calls, stats["1.0"].count) == (plain["1.0"].calls, plain["1.0"].count) == (1, 6)
+    assert stats["1.0"].mean == pytest.approx(plain["1.0"].mean)
+
+
+def test_a_call_without_entries_has_a_row_of_zeros():
+    layer = nn.Identity()
+    with layer_statistics(layer, "", bins=4, range=(0, 1)) as stats:
+        for number in (2, 0, 3):
+            layer(torch.zeros(number))
+    assert stats[""].history.tolist() == [[2, 0, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
+    assert stats[""].calls == 3

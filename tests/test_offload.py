@@ -1036,3 +1036,17 @@ def test_what_waits_at_the_end_of_the_block_is_moved_there():
     assert (waiting, offload.moved_bytes) == (0, x.nbytes)
     y.sum().backward()
     assert torch.equal(weight.grad, x)
+
+
+def test_forward_mode_passes_through_the_disk():
+    """There some tangents are zero tensors, without memory of their own."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.randn(2, 3, requires_grad=True)
+
+    def run():
+        return torch.func.jvp(lambda x: model(x).exp(), (x,), (x.detach(),))
+
+    want = run()
+    with Offload(model, to="disk", min_bytes=0) as offload:
+        got = run()
+    assert offload.moved_bytes > 0
+    assert all(map(torch.equal, got, want))

@@ -465,3 +465,29 @@ def test_nested_tensors_are_recorded():
             y = x * x
         assert saved.total_bytes == 2 * 18 * 4, layout
         del y
+
+
+@names_nodes
+@pytest.mark.parametrize("inner", [lambda model: trace(model), lambda model: saved_tensors(model)])
+def test_tools_opened_inside_that_pass_tensors_on_hide_no_operation(inner):
+    model = mlp(2, 3, 1)
+    with saved_tensors(model) as alone:
+        model(leaf(4, 2))
+    with saved_tensors(model) as saved, inner(model):
+        model(leaf(4, 2))
+    assert [record.operation for record in saved] == [record.operation for record in alone]
+    assert all(record.operation for record in saved)
+
+
+@names_nodes
+@pytest.mark.parametrize(
+    "edit", [lambda a, b: a.mul_(b), lambda a, b: a.div_(b), lambda a, b: a[0:2].mul_(b[0:2])]
+)
+def test_what_an_operation_in_place_saves_is_its_own(edit):
+    a, b = leaf(3) * 1, leaf(3)
+    with saved_tensors() as saved:
+        result = edit(a, b)
+    names = {record.operation for record in saved}
+    assert len(saved) == 2
+    assert names <= {type(result.grad_fn).__name__, "CopySlices", type(a.grad_fn).__name__}
+    assert not names & {"CloneBackward0", "AsStridedBackward0", ""}

@@ -128,3 +128,11 @@ def test_what_is_no_module_is_refused(function):
 def test_a_model_without_layers_says_so():
     with pytest.raises(KeyError, match="no layers inside"):
         select(nn.Linear(2, 2), "weight")
+
+
+def test_a_module_inside_itself_is_refused_in_words():
+    parent, child = nn.Sequential(nn.Linear(1, 1)), nn.ReLU()
+    parent.append(child)
+    child.parent = parent
+    with pytest.raises(RecursionError, match=r"this model has a .* inside itself: 1\.parent\.1\.parent"):
+        select(parent, "*")

@@ -466,3 +466,15 @@ def test_disk_reads_into_the_memory_of_the_host_whatever_the_default_device():
     slot = store.write(torch.arange(3))
     with torch.device("meta"):
         assert store.read(slot).tolist() == [0, 1, 2]
+
+
+def test_a_full_disk_is_named_also_after_the_folder_has_changed(tmp_path, monkeypatch):
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = Disk("small")
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(os, "pwrite", short_and_full(os.pwrite, 1000))
+    with pytest.raises(OSError, match=r"no room in .*small: 4,000 bytes wanted, [\d,]+ free") as error:
+        store.write(torch.ones(1_000))
+    assert error.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(error.value)

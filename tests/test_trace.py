@@ -528,3 +528,12 @@ def test_what_a_compiler_tries_out_is_no_event():
     last_of_forward = max(number for number, event in enumerate(traced.events) if event.phase == "forward")
     first_of_backward = min(number for number, event in enumerate(traced.events) if event.phase == "backward")
     assert last_of_forward < first_of_backward
+
+
+def test_a_nested_tensor_that_is_saved_ends_no_forward():
+    parts = [torch.ones(2, 3), torch.ones(1, 3)]
+    x = torch.nested.nested_tensor(parts, requires_grad=True)
+    layer = nn.Linear(3, 2)
+    with trace(layer) as traced:
+        layer(x)
+    assert "pack" in kinds(traced.events)
