@@ -392,6 +392,80 @@ def first_nan_inside(model, x):
     return n23._first(n23._collect(model, x, [named for named in model.named_modules() if named[0]]))
 
 
+_ROWS = []
+
+
+def rows_of_all_calls(model, name, batches):
+    """Joins what earlier calls have left too."""
+    for batch in batches:
+        _ROWS.append(BY_ID["24.B"].solution(model, name, [batch]))
+    return torch.cat(_ROWS)
+
+
+def without_a_batch(model, loss_fn, inputs, targets, max_norm):
+    """Gives the model single samples, without the dimension of the batch."""
+    single = lambda output, target: loss_fn(output[0], target[0])  # noqa: E731
+    BY_ID["25.C"].solution(model, single, inputs, targets, max_norm)
+
+
+def another_loss(model, loss_fn, inputs, targets, max_norm):
+    BY_ID["25.C"].solution(model, torch.nn.functional.mse_loss, inputs, targets, max_norm)
+
+
+def longest_is_max_norm(model, loss_fn, inputs, targets, max_norm):
+    """Caps the factor at `max_norm`, where 1 is meant."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    totals = [torch.zeros_like(param) for param in params]
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        grads = torch.autograd.grad(loss_fn(model(x), y), params)
+        factor = (max_norm / torch.nn.utils.get_total_norm(grads)).clamp(max=max_norm)
+        totals = [total + grad * factor for total, grad in zip(totals, grads, strict=True)]
+    for param, total in zip(params, totals, strict=True):
+        param.grad = total
+
+
+def children_alone(model, bound):
+    """Sees no layer inside another."""
+    grads = [param.grad for child in model.children() for param in child.parameters(recurse=False)]
+    grads = torch.cat([grad.flatten() for grad in grads if grad is not None])
+    return (grads.abs() > bound).double().mean()
+
+
+def cleared_after_error(model, name, x):
+    """Takes off all hooks, its own or not, when the model raises."""
+    try:
+        return BY_ID["24.A"].solution(model, name, x)
+    except RuntimeError:
+        model.get_submodule(name)._forward_hooks.clear()
+        raise
+
+
+def off_after_value_error(model, name, x):
+    """Takes the hook off after one kind of error."""
+    kept = {}
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda module, args, output: kept.update({name: output.detach().clone()})
+    )
+    try:
+        model(x)
+    except ValueError:
+        handle.remove()
+        raise
+    handle.remove()
+    return kept[name]
+
+
+def test_a_refused_answer_that_edits_the_input_does_not_spoil_the_next_check():
+    def zeroed(model, name, x):
+        try:
+            return BY_ID["24.A"].solution(model, name, x)
+        finally:
+            x.zero_()
+
+    assert check.exercise("24.A", zeroed).reason == "edited_input"
+    assert check.exercise("24.A", BY_ID["24.A"].solution).kind == "right"
+
+
 def mean_of_all(model, name, batches):
     """One number for all images."""
     modes = {module: module.training for module in model.modules()}
@@ -554,7 +628,14 @@ def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
         ("23.A", shapes_in_training, "statistics"),
         ("24.A", feature_or_key_error, "hid_error"),
         ("23.C", first_nan_inside, "the_model"),
+        ("24.A", cleared_after_error, "removed_others"),
+        ("24.A", off_after_value_error, "left_after_error"),
         ("24.B", mean_of_all, "wrong_shape"),
+        ("24.B", rows_of_all_calls, "first_call_only"),
+        ("25.A", children_alone, "wrong_share"),
+        ("25.C", without_a_batch, "raised"),
+        ("25.C", another_loss, "wrong_values"),
+        ("25.C", longest_is_max_norm, "wrong_values"),
         ("32.D", masks_in_a_closure, "not_smaller"),
         ("33.C", ShortIndices, "other_content"),
         ("34.C", small_pairs, "not_restored"),

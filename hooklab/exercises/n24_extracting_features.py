@@ -1,5 +1,6 @@
 """Checks of notebook 24: extracting features."""
 
+from contextlib import ExitStack
 from copy import deepcopy
 
 import torch
@@ -56,8 +57,30 @@ def feature(model, name, x):
     return kept[name]
 
 
+def _attributes(model):
+    """The attributes of each module, without what is called `training`; flags such as `inplace` with their value."""
+    return {
+        (name, key): value if isinstance(value, bool | int | float | str) else None
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key != "training" and getattr(value, "__func__", None) is not type(module).forward
+    }
+
+
+def _examine_attributes(model, before):
+    now = _attributes(model)
+    if now != before:
+        changed = sorted({key for _, key in dict(now.items() ^ before.items())})
+        refuse(
+            "changed_attributes",
+            zh=f"函数返回以后，模型里有模块的属性和原来不同：`{changed}`。模型要和原来一样。",
+            en=f"After the function has returned modules of the model have other attributes than before: `{changed}`. Leave the "
+            "model as it was.",
+        )
+
+
 class _Net(nn.Module):
-    """A ReLU in place after `body.0`; only input with a mean above 0 goes through `extra`."""
+    """A ReLU in place after `body.0`; only input with a mean above 0 goes through `extra`, edited by `*=`."""
 
     def __init__(self, *, fails: str = ""):
         super().__init__()
@@ -69,9 +92,10 @@ class _Net(nn.Module):
             raise ValueError("this model always fails")
         hidden = self.body(x)
         if self.fails == "behind":
-            raise ValueError("this model always fails")
+            raise RuntimeError("this model always fails")
         if x.mean() > 0:
             hidden = self.extra(hidden)
+            hidden *= 2
         return self.head(hidden)
 
 
@@ -80,16 +104,19 @@ BRIGHT, DARK = torch.tensor([[1.0, 2.0, 3.0], [4.0, -1.0, 0.5]]), torch.tensor([
 
 def examine_feature(answer):
     torch.manual_seed(0)
-    model, passed = _Net(), []
+    model, passed, calls = _Net(), [], []
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))
     want = model.body[0](BRIGHT).detach()
     model.body[0].register_forward_hook(lambda module, args, output: passed.append(output.data_ptr()))
     model.body[1].register_forward_pre_hook(lambda module, args: passed.append(args[0].data_ptr()))
-    hooks = _Hooks(model)
+    hooks, attributes, x = _Hooks(model), _attributes(model), BRIGHT.clone()
     try:
-        got = answer(model, "body.0", BRIGHT)
+        got = answer(model, "body.0", x)
     finally:
         more, grad_mode = hooks.left(), torch.is_grad_enabled()
+    _examine_input(x, BRIGHT)
     _examine_run(passed)
+    _examine_calls(calls[:1])
     _examine_feature_value(got, want)
     if not model.training:
         refuse(
@@ -99,8 +126,20 @@ def examine_feature(answer):
         )
     hooks.examine(more)
     _examine_grad_mode(grad_mode)
+    _examine_frozen(model, [True] * len(list(model.parameters())))
+    _examine_attributes(model, attributes)
+    _examine_where_grad_is_off(lambda: answer(_Net(), "body.0", BRIGHT.clone()))
     _examine_failing(answer)
     _examine_unreached(answer)
+
+
+def _examine_input(x, before):
+    if not torch.equal(x, before):
+        refuse(
+            "edited_input",
+            zh="你的函数原地改写了传进来的输入：调用的人手里的数据也变了。",
+            en="Your function has edited the input in place: the data of the caller has changed with it.",
+        )
 
 
 def _examine_run(passed):
@@ -158,15 +197,47 @@ def _examine_grad_mode(on):
         )
 
 
+def _examine_where_grad_is_off(run):
+    with torch.no_grad():
+        run()
+        switched_on = torch.is_grad_enabled()
+    if switched_on:
+        refuse(
+            "grad_switched_on",
+            zh="调用的人已经用 `no_grad` 关掉了梯度，函数返回以后却是开着的。恢复的应当是原来的状态。",
+            en="The caller had switched gradients off with `no_grad`, and after the function they are on. Put back what was "
+            "there before.",
+        )
+
+
+def _examine_frozen(model, before):
+    now = [param.requires_grad for param in model.parameters()]
+    if any(was and not still for was, still in zip(before, now, strict=True)):
+        refuse(
+            "froze",
+            zh="函数返回以后，模型的参数不再需要梯度：它没法训练了。",
+            en="After the function has returned parameters of the model no longer require gradients: it cannot be trained.",
+        )
+    if now != before:
+        refuse(
+            "thawed",
+            zh="有的参数原本冻结着，不需要梯度；函数返回以后却需要了。",
+            en="Some parameters had been frozen and required no gradient; after the function has returned they do.",
+        )
+
+
 def _examine_failing(answer):
     model = _Net(fails="behind")
+    model.body[0].register_forward_hook(lambda *args: None)
     hooks = _Hooks(model)
     try:
-        answer(model, "body.0", BRIGHT)
+        answer(model, "body.0", BRIGHT.clone())
     except Exception:  # whether it is the model's own error, the next call shows
         pass
     finally:
         left = hooks.left()
+    if left < 0:
+        hooks.examine(left)
     if left:
         refuse(
             "left_after_error",
@@ -174,7 +245,7 @@ def _examine_failing(answer):
             en="Fine as long as nothing goes wrong; but when the model raises half-way, the hook stays on it.",
         )
     try:
-        got = answer(_Net(fails="before"), "body.0", BRIGHT)
+        got = answer(_Net(fails="before"), "body.0", BRIGHT.clone())
     except ValueError:
         return
     except Exception as error:
@@ -189,9 +260,30 @@ def _examine_failing(answer):
 
 def _examine_unreached(answer):
     model = _Net()
-    bright = answer(model, "extra", BRIGHT)
+    with torch.no_grad():
+        want = model.extra(model.body(BRIGHT))
+    bright = answer(model, "extra", BRIGHT.clone())
+    if (
+        isinstance(bright, Tensor)
+        and bright.shape == want.shape
+        and torch.allclose(bright.detach(), 2 * want)
+    ):
+        refuse(
+            "overwritten_by_hand",
+            zh="`body.0` 对了；`extra` 后面没有 ReLU，只有一句 `*= 2`，返回的却是改写以后的值。原地改写的不一定是模块。",
+            en="Right for `body.0`. Behind `extra` there is no ReLU, only a line with `*= 2`, and what came back is the value "
+            "written over. What works in place need not be a module.",
+        )
+    expect_like(bright, want, " `extra` 的输出", "the output of `extra`")
+    double = answer(_Net().double(), "body.0", BRIGHT.double())
+    if isinstance(double, Tensor) and double.dtype != torch.float64:
+        refuse(
+            "float32_only",
+            zh=f"模型换成 `float64`，返回的却是 `{double.dtype}`：应当是那一层的输出，一位不差。",
+            en=f"With a model in `float64` what comes back is `{double.dtype}`: wanted is the output of the layer as it was.",
+        )
     try:
-        got = answer(model, "extra", DARK)
+        got = answer(model, "extra", DARK.clone())
     except KeyError:
         return
     except Exception as error:
@@ -226,7 +318,7 @@ def stale(model, name, x):
     return _STALE[name]
 
 
-def _feature_with(keep, *, clean=True):
+def _feature_with(keep, *, clean=True, run=lambda model, x: model(x)):
     """A wrong answer that keeps `keep(output)`; `clean` takes the hook off."""
 
     def answer(model, name, x):
@@ -235,7 +327,7 @@ def _feature_with(keep, *, clean=True):
             lambda module, args, output: kept.update({name: keep(output)})
         )
         try:
-            model(x)
+            run(model, x)
         finally:
             if clean:
                 handle.remove()
@@ -298,6 +390,34 @@ def mode_changed(model, name, x):
     return feature(model.eval(), name, x)
 
 
+def edited_input(model, name, x):
+    try:
+        return feature(model, name, x)
+    finally:
+        x.zero_()
+
+
+def not_in_place(model, name, x, then=False):
+    """Switches off what works in place; `then` is what it leaves."""
+    for module in model.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    try:
+        return _feature_with(Tensor.detach)(model, name, x)
+    finally:
+        for module in model.modules():
+            if hasattr(module, "inplace"):
+                module.inplace = then
+
+
+def grad_switched_on(model, name, x):
+    torch.set_grad_enabled(False)
+    try:
+        return feature(model, name, x)
+    finally:
+        torch.set_grad_enabled(True)
+
+
 def feature_grad_left_off(model, name, x):
     torch.set_grad_enabled(False)
     return feature(model, name, x)
@@ -333,10 +453,19 @@ FEATURE = Exercise(
         "replaced_output": replaced_output,
         "returned_nothing": lambda model, name, x: print(end=str(feature(model, name, x))[:0]),
         "not_called": lambda model, name, x: model.get_submodule(name).forward(x).detach(),
+        "by_forward": _feature_with(
+            lambda output: output.detach().clone(), run=lambda model, x: model.forward(x)
+        ),
         "ran_twice": ran_twice,
         "mode_changed": mode_changed,
         "grad_left_off": feature_grad_left_off,
         "hid_error": hid_error,
+        "edited_input": edited_input,
+        "changed_attributes": not_in_place,
+        "overwritten_by_hand": lambda model, name, x: not_in_place(model, name, x, then=True),
+        "float32_only": _feature_with(lambda output: output.detach().clone().float()),
+        "grad_switched_on": grad_switched_on,
+        "froze": lambda model, name, x: feature(model.requires_grad_(False), name, x),
         "wrong_shape": lambda model, name, x: model(x).detach(),
         "wrong_type": lambda model, name, x: {name: feature(model, name, x)},
     },
@@ -359,14 +488,15 @@ def embed(model, name, batches):
 
 
 class _Images(nn.Module):
-    """The stem is frozen in evaluation mode, the rest trains; a ReLU in place follows `norm`."""
+    """The stem is frozen, its batch norm in evaluation mode, the rest trains; a ReLU in place follows `norm`."""
 
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
         self.drop, self.conv, self.norm = nn.Dropout(0.5), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
         self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(6, 2)
-        self.stem.eval()
+        self.stem.requires_grad_(False)[1].eval()
+        nn.init.normal_(self.norm.bias)  # so that its output is not that of `conv`
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.relu(self.norm(self.conv(self.drop(self.stem(x))))).mean((2, 3)))
@@ -374,31 +504,50 @@ class _Images(nn.Module):
 
 def examine_embed(answer):
     torch.manual_seed(0)
-    model, seen = _Images(), []
+    model, seen, dropping = _Images(), [], []
     batches = [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8), torch.randn(1, 1, 8, 8)]
     want = embed(deepcopy(model), "norm", batches)
     ruined = embed(deepcopy(model), "relu", batches)
     model.norm.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), module.training)))
-    modes = [module.training for module in model.modules()]
-    hooks = _Hooks(model)
+    model.drop.register_forward_pre_hook(lambda module, args: dropping.append(module.training))
+    modes = {name: module.training for name, module in model.named_modules()}
+    frozen = [param.requires_grad for param in model.parameters()]
+    hooks, attributes = _Hooks(model), _attributes(model)
     try:
         got = answer(model, "norm", batches)
     finally:
         more, grad_mode = hooks.left(), torch.is_grad_enabled()
-    _examine_seen(seen)
+    _examine_seen(seen, dropping)
     _examine_embedding(got, want, ruined)
     hooks.examine(more)
     _examine_modes(model, modes)
     _examine_grad_mode(grad_mode)
-    if not all(param.requires_grad for param in model.parameters()):
+    _examine_frozen(model, frozen)
+    _examine_attributes(model, attributes)
+    _examine_another(answer, model)
+
+
+def _examine_another(answer, model):
+    """Another layer, other sizes, a second call; where the caller has switched gradients off."""
+    batches = [torch.randn(2, 1, 9, 7), torch.randn(3, 1, 9, 7)]
+    want = embed(deepcopy(model), "conv", batches)
+    found = []
+    _examine_where_grad_is_off(lambda: found.append(answer(model, "conv", batches)))
+    if not isinstance(found[0], Tensor) or found[0].shape != want.shape or not torch.allclose(
+        found[0], want, rtol=1e-4, atol=1e-6
+    ):  # fmt: skip
+        shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
         refuse(
-            "froze",
-            zh="函数返回以后，模型的参数不再需要梯度：它没法训练了。",
-            en="After the function has returned parameters of the model no longer require gradients: it cannot be trained.",
+            "first_call_only",
+            zh=f"第一次调用对了；再调用一次，换成 `conv` 层和 2 批共 5 张图，就不对了：应当是 `{tuple(want.shape)}`，得到的是 "
+            f"`{shape}`。有没有写死的层名和大小，有没有上一次留下的值？",
+            en=f"Right in the first call; wrong in a second, with the layer `conv` and 5 images in 2 batches: expected "
+            f"`{tuple(want.shape)}` and its values, found `{shape}`. Is a name or a size fixed in the code, or is something "
+            "kept from the call before?",
         )
 
 
-def _examine_seen(seen):
+def _examine_seen(seen, dropping):
     if not seen:
         refuse(
             "not_called",
@@ -410,6 +559,12 @@ def _examine_seen(seen):
             "train_mode",
             zh="`norm` 是在训练模式下运行的：Dropout 在随机丢，BatchNorm 的统计量也被你改了。",
             en="`norm` ran in training mode: dropout drops at random, and you have changed the statistics of batch norm.",
+        )
+    if any(dropping):
+        refuse(
+            "dropout_on",
+            zh="`norm` 在评估模式，它前面的 `drop` 却在训练模式：Dropout 还在随机丢。",
+            en="`norm` was in evaluation mode, but `drop` before it in training mode: dropout still drops at random.",
         )
     sizes = [size for size, _ in seen]
     if sizes != [4, 4, 1]:
@@ -456,19 +611,27 @@ def _examine_embedding(got, want, ruined):
 
 
 def _examine_modes(model, modes):
-    now = [module.training for module in model.modules()]
+    now = {name: module.training for name, module in model.named_modules()}
     if now != modes and not model.training:
         refuse(
             "left_in_eval",
             zh="模型原本在训练模式，函数返回以后却留在评估模式。",
             en="The model was in training mode and is still in evaluation mode after the function.",
         )
-    if now != modes:
+    if now["stem.1"]:
         refuse(
             "unfroze",
-            zh="`stem` 原本冻结在评估模式，现在却回到了训练模式：它的 BatchNorm 又会跟着数据变。",
-            en="`stem` had been frozen in evaluation mode and is back in training mode: its batch norm will follow the data "
+            zh="`stem.1` 原本冻结在评估模式，现在却回到了训练模式：这个 BatchNorm 又会跟着数据变。",
+            en="`stem.1` had been frozen in evaluation mode and is back in training mode: this batch norm will follow the data "
             "again.",
+        )
+    if now != modes:
+        name = next(name for name in now if now[name] != modes[name])
+        refuse(
+            "part_left_in_eval",
+            zh=f"模型本身回到了训练模式，`{name}` 却还在评估模式：`training` 每个模块各有一个。",
+            en=f"The model itself is back in training mode, but `{name}` is still in evaluation mode: each module has a "
+            "`training` of its own.",
         )
 
 
@@ -537,6 +700,40 @@ def last_batch_only(model, name, batches):
     return f[name]
 
 
+def part_left_in_eval(model, name, batches):
+    training = model.training
+    try:
+        return embed(model.eval(), name, batches)
+    finally:
+        model.training = training
+
+
+def dropout_on(model, name, batches):
+    modes = {module: module.training for module in model.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    with torch.no_grad():
+        rows = _means(model, name, batches)
+    for module, training in modes.items():
+        module.training = training
+    return torch.cat(rows)
+
+
+def embed_thawed(model, name, batches):
+    try:
+        return embed(model.requires_grad_(False), name, batches)
+    finally:
+        model.requires_grad_(True)
+
+
+def embed_switched_on(model, name, batches):
+    try:
+        return embed(model, name, batches)
+    finally:
+        torch.set_grad_enabled(True)
+
+
 def froze(model, name, batches):
     return embed(model.requires_grad_(False), name, batches)
 
@@ -563,6 +760,11 @@ EMBED = Exercise(
         "not_batch_by_batch": lambda model, name, batches: embed(model, name, [torch.cat(batches)]),
         "grad_left_off": grad_left_off,
         "froze": froze,
+        "thawed": embed_thawed,
+        "part_left_in_eval": part_left_in_eval,
+        "dropout_on": dropout_on,
+        "first_call_only": lambda model, name, batches: embed(model, "norm", batches),  # whatever the name
+        "grad_switched_on": embed_switched_on,
         "left_behind": embed_left_behind,
         "removed_others": embed_removed_others,
         "wrong_shape": _restoring(
@@ -613,6 +815,18 @@ class _Mixed(nn.Module):
         return self.head(self.pair(added).mul_(2))
 
 
+class _Twice(nn.Module):
+    """Each layer is called twice; of `first` the first output is edited, of `second` the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(self.first(x).mul_(2)))
+        return self.second(hidden).mul_(2).sum()
+
+
 EDITED, CULPRIT = {"block.0", "second", "pair", "pair.1"}, "block.1"  # `block` returns what `block.1` returns
 
 
@@ -620,6 +834,8 @@ def examine_overwritten(answer):
     torch.manual_seed(0)
     model = _Mixed()
     model.block.register_forward_hook(lambda *args: None)
+    calls = []
+    model.register_forward_hook(lambda *args: calls.append(1))
     got = _names_found(answer, model, torch.randn(6, 4))
     if got == {CULPRIT}:
         refuse(
@@ -642,8 +858,9 @@ def examine_overwritten(answer):
     if got == EDITED - {"block.0", "pair.1"}:
         refuse(
             "children_only",
-            zh="只看了最外面一层的子模块，`block.0` 这样更深的没有看。",
-            en="Only the outermost children were looked at, not deeper ones such as `block.0`.",
+            zh="少了 `block.0` 和 `pair.1`。它们在别的层里面，外面那一层返回的是同一个张量：里外两层都挂了钩子、各记了一笔吗？",
+            en="`block.0` and `pair.1` are missing. They lie inside other layers, which return the same tensor: is there a hook on "
+            "each of the two, and an entry for each?",
         )
     if got - {"block"} == EDITED | {CULPRIT}:
         refuse(
@@ -658,15 +875,42 @@ def examine_overwritten(answer):
             en="Only the layer before ReLU was found. `+=` and `mul_` are no modules, and they overwrite too.",
         )
     _expect_names(got, EDITED, "一个小模型", "a small model")
+    _examine_calls(calls)
+    got = _names_found(answer, _Twice(), torch.randn(6, 4))
+    if got != {"first", "second"} and got <= {"first", "second"}:
+        refuse(
+            "one_call",
+            zh=f"`first` 和 `second` 各调用两次：前者头一次的输出被改写，后者第二次的被改写，两个都算；找到的是 `{sorted(got)}`。"
+            "一层的每一次调用，你都记下了吗？",
+            en=f"`first` and `second` are called twice each. Of the one the first output is written over, of the other the second, "
+            f"and both count; found `{sorted(got)}`. Do you note every call of a layer?",
+        )
+    _expect_names(got, {"first", "second"}, "每层调用两次的模型", "a model that calls each layer twice")
     _examine_squeezenet(answer)
 
 
+def _examine_calls(calls):
+    if not calls:
+        refuse(
+            "by_forward",
+            zh="挂在模型本身的钩子没有触发：模型没有运行，或者不是用 `model(x)` 运行的。直接调用 `forward` 会跳过钩子。",
+            en="A hook on the model itself did not fire: the model did not run, or not by `model(x)`. Calling `forward` directly "
+            "skips hooks.",
+        )
+    if len(calls) > 1:
+        refuse(
+            "ran_twice",
+            zh=f"模型应当运行 1 次，实际运行了 {len(calls)} 次。",
+            en=f"The model should run 1 time; it ran {len(calls)} times.",
+        )
+
+
 def _names_found(answer, model, x):
-    hooks = _Hooks(model)
+    hooks, attributes, mode = _Hooks(model), _attributes(model), model.training
     try:
         got = answer(model, x)
     finally:
-        more = hooks.left()
+        more, grad_mode = hooks.left(), torch.is_grad_enabled()
     if got is None:
         refuse(
             "returned_nothing",
@@ -686,6 +930,14 @@ def _names_found(answer, model, x):
             en=f"Return a list of names; found a `{type(got).__name__}` that holds other things than strings.",
         )
     hooks.examine(more)
+    if model.training != mode:
+        refuse(
+            "mode_changed",
+            zh="模型的训练或评估模式变了。只看，不要改模型。",
+            en="The model is no longer in the mode it was in, training or evaluation. Look, and leave it as it was.",
+        )
+    _examine_grad_mode(grad_mode)
+    _examine_attributes(model, attributes)
     return set(got)
 
 
@@ -708,7 +960,7 @@ def _examine_squeezenet(answer):
     )
 
 
-def _recording(model, x, note, judge, names=lambda model: model.named_modules(), clean=True):
+def _recording(model, x, note, judge, names=lambda model: model.named_modules(), clean=True, kept=None):
     """A wrong answer: `note(output)` in a hook of each layer, then those for which `judge` says so."""
     seen, handles = [], []
     for name, module in names(model):
@@ -720,6 +972,8 @@ def _recording(model, x, note, judge, names=lambda model: model.named_modules(),
     model(x)
     for handle in handles if clean else ():
         handle.remove()
+    if kept is not None:
+        kept.update({name: (output, noted) for name, output, noted in seen})
     return [name for name, output, noted in seen if judge(output, noted)]
 
 
@@ -759,6 +1013,38 @@ def relu_only(model, x):
     return found
 
 
+def last_call(model, x):
+    noted = {}
+    _recording(model, x, lambda output: output._version, _edited, kept=noted)
+    return [name for name, (output, version) in noted.items() if output._version != version]
+
+
+def ran_twice_overwritten(model, x):
+    model(x)
+    return overwritten(model, x)
+
+
+def names_on_modules(model, x):
+    for name, module in model.named_modules():
+        module.name = name
+    return overwritten(model, x)
+
+
+def by_forward(model, x):
+    seen = []
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            note = lambda _, args, output, name=name: seen.append((name, output, output._version))  # noqa: E731
+            hooks.enter_context(module.register_forward_hook(note))
+        model.forward(x)
+    return [name for name, output, version in seen if output._version != version]
+
+
+def overwritten_grad_left_off(model, x):
+    torch.set_grad_enabled(False)
+    return overwritten(model, x)
+
+
 def _pieces(model):
     return [(name, module) for name, module in model.named_modules() if not list(module.children())]
 
@@ -786,6 +1072,12 @@ OVERWRITTEN = Exercise(
         "left_behind": lambda model, x: _recording(
             model, x, lambda output: output._version, _edited, clean=False
         ),
+        "one_call": last_call,
+        "ran_twice": ran_twice_overwritten,
+        "by_forward": by_forward,
+        "mode_changed": lambda model, x: overwritten(model.eval(), x),
+        "grad_left_off": overwritten_grad_left_off,
+        "changed_attributes": names_on_modules,
         "not_a_list": lambda model, x: ", ".join(overwritten(model, x)),
         "not_names": lambda model, x: [model.get_submodule(name) for name in overwritten(model, x)],
         "returned_nothing": lambda model, x: print(end=str(overwritten(model, x))[:0]),

@@ -6,7 +6,7 @@ import numbers
 import torch
 from torch import Tensor, nn
 
-from hooklab import clip, clip_gradients, select
+from hooklab import clip, clip_gradients, hooks_on, select
 from hooklab.exercises.check import Exercise, Prediction, refuse
 
 # ---- 25.A: how much would clipping touch? ----
@@ -25,7 +25,8 @@ def examine_share(answer):
 
 def _examine_share(answer, bound):
     """Gradients of a GRU in whole multiples of half the bound: some are at the bound, and shares are exact."""
-    model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "rnn": nn.GRU(2, 3), "head": nn.Linear(3, 6)})
+    body = nn.Sequential(nn.GRU(2, 3))
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "body": body, "head": nn.Linear(3, 6)})
     model["embed"].requires_grad_(False)
     params = [param for param in model.parameters() if param.requires_grad]
     for number, param in enumerate(params):
@@ -35,6 +36,19 @@ def _examine_share(answer, bound):
     grads = torch.cat([param.grad.flatten() for param in params[:-1]])
     before = copy.deepcopy([param.grad for param in params])
     got = answer(model, bound)
+    if params[-1].grad is not None:
+        refuse(
+            "filled_none",
+            zh="有一个参数的 `.grad` 原本是 `None`，函数返回以后却有了：没有梯度的参数，优化器会跳过，填了 0 就不跳了。",
+            en="The `.grad` of one parameter was `None`, and after the function it is there: the optimizer skips a parameter "
+            "without a gradient, but not one that is filled with 0.",
+        )
+    if any(param.grad is None for param in params[:-1]):
+        refuse(
+            "dropped_gradients",
+            zh="函数返回以后，`.grad` 成了 `None`：优化器没有梯度可用了。",
+            en="After the function has returned `.grad` is `None`: nothing is left for the optimizer.",
+        )
     if any(old is not None and not torch.equal(param.grad, old)
            for param, old in zip(params, before, strict=True)):  # fmt: skip
         refuse(
@@ -120,6 +134,19 @@ def share_by_clipping(model, bound):
     return (before != _all_grads(model)).double().mean()
 
 
+def share_then_zero_grad(model, bound):
+    share = clipped_share(model, bound)
+    model.zero_grad()
+    return share
+
+
+def share_filled_none(model, bound):
+    share = clipped_share(model, bound)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    return share
+
+
 def share_of_all(model, bound):
     return (_all_grads(model).abs() > bound).sum() / sum(param.numel() for param in model.parameters())
 
@@ -135,6 +162,8 @@ SHARE = Exercise(
     clipped_share,
     {
         "changed_gradients": share_by_clipping,
+        "filled_none": share_filled_none,
+        "dropped_gradients": share_then_zero_grad,
         "not_a_share": lambda model, bound: (_all_grads(model).abs() > bound).sum().item(),
         "counts_the_bound": lambda model, bound: (_all_grads(model).abs() >= bound).double().mean(),
         "one_sided": lambda model, bound: (_all_grads(model) > bound).double().mean(),
@@ -204,6 +233,7 @@ def examine_groups(answer):
     _examine_groups(answer, {"blocks.1.rnn": 0.5})
     for names in (("left", "right"), ("right", "left")):
         _examine_neighbour(answer, *names)
+    _examine_two_models(answer)
 
 
 def _examine_groups(answer, bounds):
@@ -228,7 +258,14 @@ def _examine_groups(answer, bounds):
                 zh=f"`{name}` 的 `requires_grad` 变了。冻结的参数不挂钩子，也不要解冻。",
                 en=f"`requires_grad` of `{name}` was changed. A frozen parameter gets no hook, and stays frozen.",
             )
-    _compare(model, plain, _gradients(model, tokens), bounds)
+    first = _gradients(model, tokens)
+    _compare(model, plain, first, bounds)
+    if any(not torch.allclose(found, first[name]) for name, found in _gradients(model, tokens).items()):
+        refuse(
+            "first_backward_only",
+            zh="第一次反向裁剪得对，第二次却不一样了：从此每一次反向都要裁剪。",
+            en="Right in the first backward, different in the second: from now on every backward is to be clipped.",
+        )
     for handle in handles:
         handle.remove()
     if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, tokens).items()):
@@ -318,6 +355,24 @@ def _examine_neighbour(answer, hooked, other):
         )
 
 
+def _examine_two_models(answer):
+    """In float64, each with its own bound for the same pattern."""
+    models = {bound: _Sum().double() for bound in (1.0, 2.0)}
+    for bound, model in models.items():
+        answer(model, {"left": bound})
+    for bound, model in models.items():
+        model(torch.full((1, 2), 5.0, dtype=torch.float64)).sum().backward()
+        if not (model.left.weight.grad == bound).all():
+            found = model.left.weight.grad.max().item()
+            refuse(
+                "other_model",
+                zh=f"两个模型，`left` 的上限先后设成 `1.0` 和 `2.0`；本该裁到 `{bound}` 的，得到的是 `{found:g}`。上限存在哪里，后一次调用"
+                "会不会盖掉前一次的？",
+                en=f"Two models were given the bounds `1.0` and `2.0` for `left`, one after the other; where `{bound}` is due, "
+                f"`{found:g}` was found. Where is a bound stored, and does a later call replace it?",
+            )
+
+
 def _hang(model, bounds, hook_for, layers=select):
     return [
         param.register_hook(hook_for(bound))
@@ -385,6 +440,25 @@ def group_within(model, bounds):
     return []
 
 
+def group_once(bound):
+    calls = []
+    return lambda grad: calls.append(1) or (grad.clamp(-bound, bound) if len(calls) == 1 else grad)
+
+
+_BOUNDS = {}
+
+
+def group_in_a_global(model, bounds):
+    _BOUNDS.update(bounds)
+    return [
+        param.register_hook(lambda grad, pattern=pattern: grad.clamp(-_BOUNDS[pattern], _BOUNDS[pattern]))
+        for pattern in bounds
+        for layer in select(model, pattern).values()
+        for param in layer.parameters()
+        if param.requires_grad
+    ]
+
+
 def group_norm(bound):
     return lambda grad: grad * (bound / grad.norm()).clamp(max=1)
 
@@ -408,6 +482,8 @@ GROUPS = Exercise(
         "no_handles": lambda model, bounds: clip_by_group(model, bounds) and None,
         "not_removable": lambda model, bounds: clip_by_group(model, bounds)[:1],
         "thawed": group_thawed,
+        "first_backward_only": lambda model, bounds: _hang(model, bounds, group_once),
+        "other_model": group_in_a_global,
         "raised": group_frozen_too,
     },
     zh="每一组都按自己的上限裁剪，别的参数分毫未动，钩子也能全部取下。",
@@ -436,17 +512,22 @@ def examine_per_sample(answer):
     inputs = torch.tensor([[30.0, -40.0], [0.1, 0.2], [-3.0, -4.0], [1.0, 1.0]])
     with torch.no_grad():  # one far out, one small, one large, and one without an error
         targets = model(inputs) - torch.tensor([[2.0], [-0.1], [1.0], [0.0]])
-    _examine_per_sample(answer, model, inputs, targets)
+    _examine_per_sample(answer, model, inputs, targets, nn.functional.mse_loss, 2.0)
     deep = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     deep[0].bias.requires_grad_(False)
-    _examine_per_sample(answer, deep, torch.randn(5, 3) * 4, torch.randn(5, 2) * 4)
+    _examine_per_sample(answer, deep, torch.randn(5, 3) * 4, torch.randn(5, 2) * 4, _distance, 1.0)
 
 
-def _examine_per_sample(answer, model, inputs, targets):
+def _distance(output, target):
+    """Bears no sample without the dimension of the batch."""
+    return (output - target).abs().sum(1).mean()
+
+
+def _examine_per_sample(answer, model, inputs, targets, loss_fn, max_norm):
     params = [param for param in model.parameters() if param.requires_grad]
     before = copy.deepcopy(model.state_dict())
-    samples = [_flat(_of_sample(model, x, y)) for x, y in zip(inputs.split(1), targets.split(1), strict=True)]
-    loss_fn, max_norm = nn.functional.mse_loss, 1.0
+    pairs = list(zip(inputs.split(1), targets.split(1), strict=True))
+    samples = [_flat(torch.autograd.grad(loss_fn(model(x), y), params)) for x, y in pairs]
     old = [torch.full_like(param, 100.0) for param in params]
     for param, gradient in zip(params, old, strict=True):
         param.grad = gradient.clone()
@@ -457,11 +538,30 @@ def _examine_per_sample(answer, model, inputs, targets):
             zh="参数的数值变了：只填 `.grad`，更新是优化器的事。",
             en="The values of the parameters have changed: fill `.grad` only, updating is for the optimizer.",
         )
-    if any(param._backward_hooks for param in params):
+    if not torch.is_grad_enabled():
+        refuse(
+            "grad_left_off",
+            zh="函数返回以后，梯度仍然关着：此后的训练不会再有梯度。",
+            en="After the function has returned gradients are still switched off: later training would have none.",
+        )
+    if hooks_on(model):
         refuse(
             "left_hooks",
-            zh="函数返回之后，参数上还挂着钩子，下一次普通的反向也会受影响。",
-            en="After the call hooks are still on the parameters, and the next ordinary backward will feel them.",
+            zh="函数返回之后，模型或参数上还挂着钩子，下一次普通的反向也会触发它们。",
+            en="After the call hooks are still on the model or its parameters, and the next ordinary backward will fire them.",
+        )
+    if not model.training:
+        refuse(
+            "mode_changed",
+            zh="模型原本在训练模式，你的函数返回以后却在评估模式。",
+            en="The model was in training mode and is in evaluation mode after your function.",
+        )
+    if any(param.grad is not None for param in model.parameters() if not param.requires_grad):
+        refuse(
+            "frozen_gradient",
+            zh="冻结的参数也有了 `.grad`。哪怕全是 0，带权重衰减的优化器也会改动它；让它保持 `None`。",
+            en="A frozen parameter has got a `.grad`. Even if it is all 0, an optimizer with weight decay would move the "
+            "parameter; leave it `None`.",
         )
     if any(param.grad is None or torch.equal(param.grad, gradient)
            for param, gradient in zip(params, old, strict=True)):  # fmt: skip
@@ -471,12 +571,13 @@ def _examine_per_sample(answer, model, inputs, targets):
             en="The `.grad` of some parameter is `None`, or what it was before: put the result into `.grad`, do not return it.",
         )
     found = _flat([param.grad for param in params])
+    if any(param.grad.requires_grad for param in params):
+        refuse(
+            "keeps_graph",
+            zh="`.grad` 还连着计算图，每个样本的前向都跟着留在内存里。",
+            en="`.grad` is attached to a graph, and the forward of every sample stays in memory with it.",
+        )
     _diagnose(found, _flat(old), samples, [param.numel() for param in params], max_norm)
-
-
-def _of_sample(model, x, y):
-    params = [param for param in model.parameters() if param.requires_grad]
-    return torch.autograd.grad(nn.functional.mse_loss(model(x), y), params)
 
 
 def _flat(tensors):
@@ -612,6 +713,24 @@ def sample_nan(model, loss_fn, inputs, targets, max_norm):
     _per_sample(model, loss_fn, inputs, targets, share)
 
 
+def sample_with_graph(model, loss_fn, inputs, targets, max_norm):
+    _per_sample(model, loss_fn, inputs, targets, lambda grads: _capped_together(grads, max_norm))
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = param.grad + 0 * param
+
+
+def sample_grad_left_off(model, loss_fn, inputs, targets, max_norm):
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
+    torch.set_grad_enabled(False)
+
+
+def sample_frozen_zeros(model, loss_fn, inputs, targets, max_norm):
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+
+
 def sample_squared(model, loss_fn, inputs, targets, max_norm):
     def share(grads):
         square = sum(part.square().sum() for part in grads)
@@ -690,6 +809,10 @@ PER_SAMPLE = Exercise(
         "not_clipped": sample_plain,
         "added_to_old": sample_on_top,
         "left_hooks": sample_hooks,
+        "mode_changed": lambda model, *given: clip_per_sample(model.eval(), *given),
+        "keeps_graph": sample_with_graph,
+        "frozen_gradient": sample_frozen_zeros,
+        "grad_left_off": sample_grad_left_off,
         "changed_weights": sample_step,
         "no_gradient": sample_returned,
         "wrong_values": sample_squared,

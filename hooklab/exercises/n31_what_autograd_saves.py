@@ -1,7 +1,7 @@
 """Checks of notebook 31: what autograd saves."""
 
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,10 @@ class _Exp(torch.autograd.Function):
         ctx.save_for_backward(result)
         return result
 
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
 
 def _exponentials(x: Tensor) -> Tensor:
     pool = []
@@ -66,13 +70,14 @@ CASES = (
     (lambda x: (x * 2)[:10].sin(), 4_000, 4_000, "(x * 2)[:10].sin()"),
     (_halves, 4_000, 4_000, "sin of one slice of x * 2, cos of another"),
     (lambda x: x * 2 + 1, 4_000, 0, "x * 2 + 1"),
+    (lambda x: x[100:200].sin(), 4_000, 0, "x[100:200].sin()"),
 )
 
 
 def examine_held_bytes(answer):
-    found = {}
+    _examine_state(answer)
     for function, _, want, words in CASES:
-        found[words] = got = _count_once(answer, function)
+        got = _count_once(answer, function)
         if got != want:
             _explain_count(function, words, got, want)
     doubles = _count_once(answer, _cubes, torch.float64)
@@ -143,6 +148,14 @@ def _explain_count(function, words, got, want):
         f"`{words}`：应当是 {want:,}，得到的是 {got:,}。",
         f"`{words}`: {want:,} is right; found {got:,}. ",
     )
+    if got == sum(storages.values()) and want == 0:
+        refuse(
+            "counted_view_of_x",
+            zh=seen_zh
+            + "存下的切片，正是 `x` 的切片：它不是 `x` 这个对象，起始地址也不同，内存却是 `x` 的。",
+            en=seen_en
+            + "The slice that is saved is one of `x`: not the object `x`, nor at its address, but in its memory.",
+        )
     if got == sum(storages.values()):
         refuse(
             "counted_x",
@@ -189,6 +202,17 @@ def _explain_count(function, words, got, want):
             + "Nothing was counted: did `function` run while the hooks were on, and with gradients?",
         )
     refuse("wrong_count", zh=seen_zh, en=seen_en.strip())
+
+
+def _examine_state(answer):
+    first, second = (_count_once(answer, _cubes) for _ in range(2))
+    if second != first:
+        refuse(
+            "kept_between_calls",
+            zh=f"同一个 `function` 数两次，第一次得到 {first:,}，第二次得到 {second:,}：前一次调用记下的还在。它存在哪里？",
+            en=f"Counted twice, the same `function` gives {first:,} and then {second:,}: what the call before has noted is still "
+            "there. Where is it stored?",
+        )
 
 
 def _collecting(measure):
@@ -243,6 +267,21 @@ def _by_slice_address(tensors, x):
     return sum(sizes.values())
 
 
+_STORAGES = []
+
+
+def _in_a_global(function, x):
+    def pack(tensor):
+        _STORAGES.append(tensor.untyped_storage())
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda packed: packed):
+        function(x)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in _STORAGES}
+    sizes.pop(x.data_ptr(), None)
+    return sum(sizes.values())
+
+
 HELD = Exercise(
     "31.A",
     examine_held_bytes,
@@ -268,6 +307,16 @@ HELD = Exercise(
         "float32_only": _collecting(
             lambda tensors, x: sum(
                 4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values()
+            )
+        ),
+        "kept_between_calls": _in_a_global,
+        "counted_view_of_x": _collecting(
+            lambda tensors, x: sum(
+                {
+                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                    for t in tensors
+                    if t is not x
+                }.values()
             )
         ),
         "left_open": _left_open,
@@ -454,9 +503,25 @@ class _Unequal(nn.Module):
         return total
 
 
+class _Row(nn.Module):
+    """Saves a slice of 2,000 bytes, out of 20,000."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2)[:10].sin()
+
+
 def examine_heaviest(answer):
     torch.manual_seed(0)
     _examine_named(answer, _Unequal(), torch.randn(1, 8), "一个小模型", "a small model")
+    parts = {"row": _Row(), "mix": nn.Linear(50, 200), "soft": nn.Softmax(-1)}
+    sliced, x = nn.Sequential(OrderedDict(parts)), torch.randn(100, 50, requires_grad=True)
+    if answer(sliced, x) == "soft":
+        refuse(
+            "only_the_slice",
+            zh="在一个小模型上，你的答案是 `soft`，它存了 8,000 字节。`row` 存的切片自己只有 2,000 字节，可是切片留住的是一整块 20,000 字节的内存。",
+            en="On a small model your answer is `soft`, which saves 8,000 bytes. The slice that `row` saves has no more than 2,000 "
+            "of its own, but it holds a whole memory of 20,000.",
+        )
     from torchvision.models import densenet121
 
     with torch.device("meta"):
@@ -466,9 +531,12 @@ def examine_heaviest(answer):
 
 def _examine_named(answer, model, x, where_zh, where_en):
     measures = _measures(model, x)
+    calls = []
+    counting = model.register_forward_pre_hook(lambda *args: calls.append(1))
     before, training = len(hooks_on(model)), model.training
     got = answer(model, x)
-    more = len(hooks_on(model)) - before
+    more, grad_mode = len(hooks_on(model)) - before, torch.is_grad_enabled()
+    counting.remove()
     if got is None:
         refuse(
             "returned_nothing",
@@ -498,6 +566,18 @@ def _examine_named(answer, model, x, where_zh, where_en):
             "mode_changed",
             zh="模型原本在训练模式，你的函数返回以后却不在了。",
             en="The model was in training mode, and after your function it is not.",
+        )
+    if not grad_mode:
+        refuse(
+            "grad_left_off",
+            zh="函数返回以后，梯度仍然关着：此后的训练不会再有梯度。",
+            en="After the function has returned gradients are still switched off: later training would have none.",
+        )
+    if len(calls) > 1:
+        refuse(
+            "ran_twice",
+            zh=f"模型应当运行 1 次，实际运行了 {len(calls)} 次。",
+            en=f"The model should run 1 time; it ran {len(calls)} times.",
         )
     if got == measures["right"]:
         return
@@ -591,6 +671,28 @@ def heaviest_left_behind(model, x):
     return heaviest(model, x)
 
 
+def heaviest_by_slice(model, x):
+    new, seen = Counter(), set()
+    with saved_tensors(model) as saved:
+        model(x)
+    for record in saved:
+        if record.storage not in seen and not record.owner:
+            new[record.module] += record.bytes
+        seen.add(record.storage)
+    return max(new, key=new.get)
+
+
+def heaviest_ran_twice(model, x):
+    model(x)
+    return heaviest(model, x)
+
+
+def heaviest_grad_left_off(model, x):
+    name = heaviest(model, x)
+    torch.set_grad_enabled(False)
+    return name
+
+
 HEAVIEST = Exercise(
     "31.C",
     examine_heaviest,
@@ -602,6 +704,9 @@ HEAVIEST = Exercise(
         "no_name": lambda model, x: "",
         "mode_changed": lambda model, x: heaviest(model.eval(), x),
         "left_behind": heaviest_left_behind,
+        "only_the_slice": heaviest_by_slice,
+        "ran_twice": heaviest_ran_twice,
+        "grad_left_off": heaviest_grad_left_off,
         "not_a_name": lambda model, x: model.get_submodule(heaviest(model, x)),
         "returned_nothing": lambda model, x: print(end=heaviest(model, x)[:0]),
     },
