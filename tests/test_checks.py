@@ -1,8 +1,10 @@
 """Every check passes its own solution and refuses every wrong answer for the reason it names."""
 
 import html
+import io
 import itertools
 import re
+import weakref
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -14,6 +16,9 @@ from torch.nn.modules import module as modules
 
 from hooklab import check, features
 from hooklab.exercises import n23_watching_a_model_run as n23
+from hooklab.exercises import n32_pack_and_unpack as n32
+from hooklab.exercises import n33_offloading_to_cpu as n33
+from hooklab.exercises import n34_offloading_to_disk as n34
 from hooklab.exercises import n35_checkpointing as n35
 from hooklab.exercises.check import Exercise, Prediction, _all_checks, expect_like, refuse
 
@@ -504,7 +509,7 @@ def masks_in_a_closure(packed_too=False):
 
 
 class WithSlots:
-    __slots__ = ("content", "filled")
+    __slots__ = ("__weakref__", "content", "filled")
 
 
 def zeros_left_out(in_slots):
@@ -525,6 +530,118 @@ def zeros_left_out(in_slots):
             return tensor
 
     return Store()
+
+
+class Compressed:
+    """33.C with a slot that is a file in memory."""
+
+    def write(self, tensor):
+        content = io.BytesIO()
+        np.savez_compressed(content, octets=tensor.view(torch.uint8).numpy())
+        return content, tensor.dtype
+
+    def read(self, slot):
+        slot[0].seek(0)
+        return torch.from_numpy(np.load(slot[0])["octets"]).view(slot[1])
+
+
+class FreedWithItsSlot:
+    """33.C with the content in the store, where it goes when the slot goes."""
+
+    def __init__(self):
+        self.held = {}
+
+    def write(self, tensor):
+        slot = WithSlots()
+        self.held[id(slot)] = n33.zeros_store().write(tensor)
+        weakref.finalize(slot, self.held.pop, id(slot))
+        return slot
+
+    def read(self, slot):
+        return n33.zeros_store().read(self.held[id(slot)])
+
+
+class ValuesInTheStore:
+    """33.C: where the elements are is in the slot, what they are stays for ever."""
+
+    def __init__(self):
+        self.values = []
+
+    def write(self, tensor):
+        filled, values = n33.zeros_store().write(tensor)
+        self.values.append(values)
+        return filled, len(self.values) - 1
+
+    def read(self, slot):
+        return n33.zeros_store().read((slot[0], self.values[slot[1]]))
+
+
+class TinyIsZero(FreedWithItsSlot):
+    """33.C with what is nearly 0 taken for 0."""
+
+    def write(self, tensor):
+        near = (
+            tensor.abs() < 1e-12 if tensor.is_floating_point() else torch.zeros(len(tensor), dtype=torch.bool)
+        )
+        return super().write(tensor.masked_fill(near & ~tensor.signbit(), 0))
+
+
+def booked_and_kept(make, given):
+    """What the right pair packs, as a copy, in a list that the pair keeps."""
+    (pack, unpack), kept = make(given), []
+
+    def pack_index(tensor):
+        packed = pack(tensor)
+        kept.append((packed[0].clone(), *packed[1:]) if isinstance(packed, tuple) else packed.clone())
+        return len(kept) - 1
+
+    return pack_index, lambda index: unpack(kept[index])
+
+
+def rounded_in_a_list(model):
+    """As many bytes as before, where the graph does not own them."""
+    pack, kept = BY_ID["32.C"].solution(model)[0], []
+
+    def pack_index(tensor):
+        packed, dtype = pack(tensor)
+        if packed.dtype == dtype:
+            return packed
+        kept.append(packed.to(dtype))
+        return len(kept) - 1
+
+    return pack_index, lambda packed: kept[packed] if isinstance(packed, int) else packed
+
+
+def masks_as_text():
+    return n32.packing_masks(
+        lambda mask: ("".join("01"[bit] for bit in mask.flatten().tolist()), mask.shape),
+        lambda packed: torch.tensor([bit == "1" for bit in packed[0]], dtype=torch.bool).view(packed[1]),
+    )()
+
+
+def masks_as_numbers():
+    return n32.packing_masks(
+        lambda mask: (mask.flatten().tolist(), mask.shape),
+        lambda packed: torch.tensor(packed[0], dtype=torch.bool).view(packed[1]),
+    )()
+
+
+def masks_by_their_dtype():
+    """Takes every `uint8` for a mask of its own."""
+    pack, unpack = BY_ID["32.D"].solution()
+
+    def pack_octets(tensor):
+        if tensor.dtype != torch.bool:
+            return tensor.detach()
+        octets, octets.of = pack(tensor)[0], tensor.shape
+        return octets
+
+    return pack_octets, lambda kept: unpack((kept, kept.of)) if kept.dtype == torch.uint8 else kept
+
+
+def misreads(folder):
+    pack, unpack = BY_ID["34.A"].solution(folder)
+    return pack, lambda file: unpack(file).view(7)
 
 
 def small_pairs(pack, unpack, least):
@@ -591,9 +708,12 @@ def noisy(output):
         ("32.D", partial(masks_in_a_closure, packed_too=True)),
         ("33.C", partial(zeros_left_out, in_slots=False)),
         ("33.C", partial(zeros_left_out, in_slots=True)),
+        ("33.C", Compressed),
+        ("33.C", FreedWithItsSlot),
         ("35.B", sizes_beyond_the_layer),
     ],
-    ids=["21.B-prepend", "21.B-global", "22.A-global", "32.D-closure", "33.C-closure", "33.C-slots", "35.B-beyond"],
+    ids=["21.B-prepend", "21.B-global", "22.A-global", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file",
+         "33.C-finalize", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -642,6 +762,24 @@ def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
         ("34.C", calls_what_can_be_called, "not_restored"),
         ("35.A", checkpoint_by_seed, "wrong_mask"),
         ("35.B", only_divisors, "raised"),
+        ("32.A", partial(booked_and_kept, BY_ID["32.A"].solution), "kept_elsewhere"),
+        ("32.C", lambda model: booked_and_kept(BY_ID["32.C"].solution, model), "kept_elsewhere"),
+        ("32.C", rounded_in_a_list, "kept_elsewhere"),
+        ("32.D", masks_as_text, "not_smaller"),
+        ("32.D", masks_as_numbers, "not_smaller"),
+        ("32.D", masks_by_their_dtype, "raised"),
+        ("33.C", ValuesInTheStore, "left_in_store"),
+        ("33.C", TinyIsZero, "lossy"),
+        ("33.D", n33._views(flat=lambda tensor: tensor.flatten().view(torch.uint8)), "part_only"),
+        ("34.A", n34._cleaning_up_first, "touched_others"),
+        ("34.A", misreads, "raised"),
+        ("34.C", n34._safe(lambda saved, least: saved.nbytes >= 4 * least), "other_threshold"),
+        (
+            "34.C",
+            n34._safe(lambda saved, least: saved.untyped_storage().nbytes() >= 4 * least),
+            "other_threshold",
+        ),
+        ("35.D", n35.by_state_dict, "wrong_gradients"),
     ],
 )
 def test_an_answer_that_is_right_only_where_it_is_easy_is_refused(exercise, answer, reason):

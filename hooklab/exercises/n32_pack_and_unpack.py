@@ -1,6 +1,9 @@
 """Checks of notebook 32: pack and unpack."""
 
+import array
 import gc
+import io
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -96,7 +99,15 @@ def _examine_freed(pair_of: Callable[[], Any]) -> None:
             en="Backward is over and every tensor has been dropped, yet memory is still held: who else but the graph keeps "
             "what was packed?",
         )
-    if _held(_two(pair_of()), backward=False):
+    pair = _two(pair_of())
+    if held := _held(pair, backward=False):
+        if held == "pair":
+            refuse(
+                "kept_if_dropped",
+                zh="没做反向就扔掉计算图时，打包的东西还留着：`pack` 和 `unpack` 都够得着的某样东西拿着它。让计算图做它唯一的主人。",
+                en="Where the graph is dropped without a backward, what was packed stays: something that `pack` and `unpack` both "
+                "reach holds it. Let the graph be its only owner.",
+            )
         refuse(
             "never_freed",
             zh="没做反向就扔掉计算图时，`exp` 的输出再也释放不了，`gc.collect()` 也没有用。看看 `pack` 返回的是谁，它的 "
@@ -106,16 +117,32 @@ def _examine_freed(pair_of: Callable[[], Any]) -> None:
         )
 
 
-def _held(pair: tuple[Callable, Callable], *, backward: bool) -> bool:
-    x = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    with saved_tensors_hooks(*pair):
-        y = x.exp()
-    if backward:
-        y.sum().backward()
-    memory = weakref.ref(y.untyped_storage())
-    del x, y
-    gc.collect()
-    return memory() is not None
+def _held(pair: tuple[Callable, Callable], *, backward: bool) -> str:
+    """Who still holds what was packed: the pair, a graph that is never freed, or "" for nobody."""
+    held = []
+    for _ in range(2):  # what is made once and for all is no leak
+        x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        with saved_tensors_hooks(*pair):
+            y = x.exp()
+            z = y.masked_fill(y.detach() > 9, 0.0).float().exp()
+        if backward:
+            z.sum().backward()
+        memory = weakref.ref(y.untyped_storage())
+        del x, y, z
+        gc.collect()
+        held.append(sum(map(_content, within(pair))))
+    if held[1] > held[0]:
+        return "pair"
+    return "graph" if memory() is not None else ""
+
+
+def _content(part: Any) -> int:
+    """The bytes of content in this object alone: a tensor, bytes, an array."""
+    if isinstance(part, Tensor):
+        return part.untyped_storage().nbytes()
+    if isinstance(part, bytes | bytearray):
+        return len(part)
+    return part.nbytes if isinstance(getattr(part, "nbytes", None), int) else 0  # numpy
 
 
 # ---- 32.A: a pair that keeps the books ----
@@ -164,7 +191,24 @@ def examine_counting(answer):
             en="`counting` was called twice, with two dictionaries; only the first pair was used, and the second dictionary "
             "has counted too.",
         )
+    _examine_other_bytes(answer)
     _examine_freed(lambda: answer({}))
+
+
+def _examine_other_bytes(answer):
+    """Another dtype, two dimensions, and none."""
+    for x in (torch.ones(2, 3, requires_grad=True), torch.ones((), dtype=torch.bfloat16, requires_grad=True)):
+        counts = {}
+        with saved_tensors_hooks(*_two(answer(counts))):
+            x.sin()
+        if (found := counts.get("bytes")) != x.nbytes:
+            refuse(
+                "other_bytes",
+                zh=f"`torch.float64` 的一维张量记对了；换成 `{x.dtype}`、形状 `{list(x.shape)}`，打包了 {x.nbytes} 字节，"
+                f'`counts["bytes"]` 记的是 `{found}`。',
+                en=f"Right for a `torch.float64` tensor of one dimension; of `{x.dtype}`, shape `{list(x.shape)}`, "
+                f'{x.nbytes} bytes were packed, and `counts["bytes"]` says `{found}`.',
+            )
 
 
 def _examine_number(name, counts, want):
@@ -274,6 +318,7 @@ COUNTING = Exercise(
     {
         "never_freed": _booking(keep=lambda tensor: tensor),
         "wrong_bytes": _booking(size=Tensor.numel),
+        "other_bytes": _booking(size=lambda tensor: len(tensor) * tensor.element_size()),
         "wrong_unpacked": _booking(unpacked=0),
         "wrong_packed": counting_distinct,
         "kept_elsewhere": counting_in_a_list,
@@ -329,7 +374,20 @@ def examine_checked(answer):
         pair = (inner.pack, inner.unpack) if inner else (torch.clone, lambda packed: packed)
         _examine_unedited(lambda pair=pair: answer(*pair), inner)
         _examine_edited(lambda pair=pair: answer(*pair))
+    _examine_inner_result(answer)
     _examine_freed(lambda: answer(torch.detach, lambda packed: packed))
+
+
+def _examine_inner_result(answer):
+    pack, unpack = _two(answer(torch.detach, lambda packed: packed + 1))
+    got = unpack(pack(torch.zeros(2)))
+    if not isinstance(got, Tensor) or not torch.equal(got, torch.ones(2)):
+        refuse(
+            "other_result",
+            zh="交给你一个 `unpack`，它还回的不是原来的数值，而是加了 1 的；你的新钩子还回的却不是它的结果。",
+            en="You were given an `unpack` that returns not the values packed but 1 more; what your new hooks return is not its "
+            "result.",
+        )
 
 
 def _examine_unedited(pair_of, inner):
@@ -523,6 +581,16 @@ def checked_the_first_time(pack, unpack):
     return pack_checked, unpack_once
 
 
+def checked_without_its_result(pack, unpack):
+    pack_checked, unpack_checked = checked(pack, unpack)
+
+    def unpack_and_ignore(kept):
+        unpack_checked(kept)
+        return kept[0]
+
+    return pack_checked, unpack_and_ignore
+
+
 CHECKED = Exercise(
     "32.B",
     examine_checked,
@@ -537,6 +605,7 @@ CHECKED = Exercise(
         "never_freed": checked_on(lambda tensor: tensor),
         "other_error": checked_on(torch.detach, error=AssertionError),
         "checked_once": checked_the_first_time,
+        "other_result": checked_without_its_result,
         "not_inner": lambda pack, unpack: checked(torch.detach, lambda packed: packed),
         "raised": lambda pack, unpack: (lambda tensor: (pack(tensor), pack(tensor)._version), unpack),
         "no_pair": lambda pack, unpack: saved_tensors_hooks(*checked(pack, unpack)),
@@ -578,7 +647,7 @@ class _Reader(nn.Module):
         hidden = self.norm(self.first(self.words(indices).mean(1)) * 1000)
         hidden = F.linear(hidden.tanh() * self.gains, self.weight[2:])
         hidden = hidden.double().sin().bfloat16().sin().float().masked_fill(hidden < 0, 0.25)
-        return F.linear(hidden * self.scale, self.weight[2:, :4])
+        return F.linear(hidden * self.scale * self.scale.detach(), self.weight[2:, :4])
 
 
 class _Halving(_Watched):
@@ -596,13 +665,15 @@ class _Halving(_Watched):
     def examine(self, tensor: Tensor, packed: Any) -> None:
         place, kept = _place(tensor), [part for part in within(packed) if isinstance(part, Tensor)]
         if place in self.params | self.buffers and any(_place(one) != place for one in kept):
-            kind = "buffer" if place in self.buffers else "slice" if tensor.storage_offset() else "parameter"
+            kind = "slice" if tensor.storage_offset() else "parameter" if tensor.requires_grad else "detached"
+            kind = "buffer" if place in self.buffers else kind
             zh, en = {
                 "buffer": (
                     "缓冲区（比如 BatchNorm 的统计量）",
                     "a buffer, such as the statistics of batch norm",
                 ),
                 "slice": ("一个参数的切片", "a slice of a parameter"),
+                "detached": ("一个参数的 `detach()`", "what `detach()` makes of a parameter"),
                 "parameter": ("一个参数，或它的转置", "a parameter, or its transpose"),
             }[kind]
             refuse(
@@ -663,6 +734,30 @@ def _in_model(tensor, model, pointer=_place, buffers=True):
     return tensor.dtype != torch.float32 or pointer(tensor) in {pointer(one) for one in own}
 
 
+def halving_by_base(model):
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor):
+        base = tensor if tensor._base is None else tensor._base
+        if tensor.dtype != torch.float32 or id(base) in own:
+            return tensor.detach(), tensor.dtype
+        return tensor.bfloat16(), tensor.dtype
+
+    return pack, lambda packed: packed[0].to(packed[1])
+
+
+def halving_until_unpacked(model):
+    pack, unpack = half_precision(model)
+    kept = {}
+
+    def pack_key(tensor):
+        key = object()
+        kept[key] = pack(tensor)
+        return key
+
+    return pack_key, lambda key: unpack(kept.pop(key))
+
+
 HALF_PRECISION = Exercise(
     "32.C",
     examine_half_precision,
@@ -677,6 +772,8 @@ HALF_PRECISION = Exercise(
                 or _place(tensor) in {_place(buffer) for buffer in model.buffers()}
             )
         ),
+        "copied_detached": halving_by_base,
+        "kept_if_dropped": halving_until_unpacked,
         "copied_buffer": halving(lambda tensor, model: _in_model(tensor, model, buffers=False)),
         "changed_others": halving(
             lambda tensor, model: tensor.dtype == torch.float32 and _in_model(tensor, model)
@@ -718,7 +815,7 @@ class _Bits(_Watched):
 
     def examine(self, tensor: Tensor, packed: Any) -> None:
         size = sum(map(_bytes, within(packed)))
-        if tensor.dtype == torch.bool and tensor.numel() >= 1000 and size > tensor.numel() // 8 + 64:
+        if tensor.dtype == torch.bool and tensor.numel() >= 10_000 and size > tensor.numel() // 8 + 2000:
             refuse(
                 "not_smaller",
                 zh=f"{tensor.numel()} 个元素的掩码，打包之后占 {size} 字节；8 个元素 1 字节，只要 {tensor.numel() // 8}。",
@@ -729,24 +826,19 @@ class _Bits(_Watched):
 
 def _bytes(part: Any) -> int:
     """Of this object alone."""
-    if isinstance(part, Tensor):
-        return part.untyped_storage().nbytes()
-    if isinstance(part, bytes | bytearray):
-        return len(part)
-    if isinstance(getattr(part, "nbytes", None), int):  # numpy
-        return part.nbytes
-    return part.bit_length() // 8 if isinstance(part, int) else 0
+    holders = list | tuple | set | dict | str | int | array.array | io.BytesIO
+    return _content(part) or (sys.getsizeof(part) if isinstance(part, holders) else 0)
 
 
 def examine_as_bits(answer):
     torch.manual_seed(0)
-    for shape in ((16,), (3, 5), (2, 3, 7), (), (1,), (0,), (0, 3), (60, 70)):
+    for shape in ((16,), (3, 5), (2, 3, 7), (), (1,), (0,), (0, 3), (200, 300)):
         _examine_mask(answer, torch.randn(shape), torch.rand(shape) < 0.4)
     _examine_mask(answer, torch.randn(5, 9), (torch.rand(9, 5) < 0.4).t())
     watched = _Bits(answer())
     x = torch.tensor([[0.5, -1.0, 3.0, 7.0]], requires_grad=True)
     with watched.hooks():
-        y = F.max_pool1d(torch.mul(x, x), 2)
+        y = F.max_pool1d(torch.mul(x, x), 2) * torch.tensor([3, 255], dtype=torch.uint8)
     y.sum().backward()
     _examine_mask_dropped(answer)
     _examine_freed(answer)
@@ -806,6 +898,18 @@ def masks_in_a_list():
     return pack, lambda packed: kept[packed] if isinstance(packed, int) else packed
 
 
+def copied_masks_in_a_list():
+    kept = []
+
+    def pack(tensor):
+        if tensor.dtype != torch.bool:
+            return tensor.detach()
+        kept.append(tensor.clone())
+        return len(kept) - 1
+
+    return pack, lambda packed: kept[packed] if isinstance(packed, int) else packed
+
+
 def _octets(tensor):
     return as_bits()[0](tensor)
 
@@ -838,6 +942,7 @@ AS_BITS = Exercise(
         "wrong_values": packing_masks(_without_tail, _with_tail_missing),
         "wrong_dtype": packing_masks(_octets, lambda packed: _mask(packed).to(torch.uint8)),
         "mask_kept": masks_in_a_list,
+        "kept_elsewhere": copied_masks_in_a_list,
         "never_freed": packing_masks(_octets, _mask, others=lambda tensor: tensor),
         "changed_others": packing_masks(
             lambda tensor: (*_octets(tensor.bool()), tensor.dtype),

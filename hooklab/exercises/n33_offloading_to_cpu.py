@@ -1,11 +1,17 @@
 """Checks of notebook 33: offloading to CPU memory."""
 
+import array
 import gc
+import io
 import math
+import sys
 import weakref
+from contextlib import nullcontext
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab._packing import outer_hooks
 from hooklab.exercises.check import Exercise, Prediction, refuse, within
@@ -192,9 +198,10 @@ class _Counting:
             self.content = tensor.detach().clone()
 
     def __init__(self):
-        self.written, self.slots = [], []
+        self.written, self.slots, self.flat = [], [], True
 
     def write(self, tensor):
+        self.flat = self.flat and tensor.dim() == 1
         slot = self.Slot(tensor)
         self.written.append(tensor.numel() * tensor.element_size())
         self.slots.append(weakref.ref(slot))
@@ -270,14 +277,17 @@ def _examine_save_to(answer):
     torch.ones(2, requires_grad=True).exp().sum()
     _examine_outside(before + len(store.written) - written)
     result[0].square().sum().backward()
-    _examine_save_to_gradients(plain, plain_x, wrapped, x)
+    _examine_save_to_gradients(plain, plain_x, module, wrapped, x)
     _examine_written(store)
+    del result
+    _examine_slots(store)
     if not fired:
         refuse(
             "skipped_hooks",
             zh="我们在 `module` 上挂了一个前向钩子，它没有触发。调用的是模块，还是它的 `forward`？",
             en="A forward hook that we had hung on `module` did not fire. Was the module called, or its `forward`?",
         )
+    _examine_again(module, x, wrapped, store)
     _examine_failing(answer)
 
 
@@ -294,6 +304,43 @@ def _examine_result(result, want):
             "other_values",
             zh="包装算出的值与 `module` 的不同。关键字参数传进去了吗？",
             en="The wrapper's values are not those of `module`. Do keyword arguments get through?",
+        )
+    if not result[0].requires_grad:
+        refuse(
+            "no_graph",
+            zh="值都对，但结果没有计算图，反向走不下去：是不是 `detach` 过，或者关掉了梯度？",
+            en="The values are right, but the result has no graph, so there is no backward. Was it put through `detach`, or were "
+            "gradients off?",
+        )
+
+
+def _examine_slots(store):
+    if alive := store.alive:
+        refuse(
+            "keeps_slots",
+            zh=f"反向做完，结果也删掉了，`store` 里还有 {alive} 个 `slot` 有人拿着：不归计算图所有，就一直占着。",
+            en=f"Backward is over and the result has been deleted, yet somebody still holds a `slot` of `store`: {alive} of them. "
+            "What the graph does not own is never free.",
+        )
+
+
+def _examine_again(module, x, wrapped, store):
+    first = sum(store.written)
+    _result = wrapped(x, factor=2.0)
+    if (second := sum(store.written) - first) != first:
+        refuse(
+            "first_call_only",
+            zh=f"同样的输入，第一次调用搬了 {first} 字节，第二次却是 {second} 字节。",
+            en=f"With the same input the first call moved {first} bytes, and the second {second}.",
+        )
+    both = len(store.written)
+    _result = module(x, factor=2.0)
+    if len(store.written) > both:
+        refuse(
+            "module_changed",
+            zh="单独调用 `module`，不经过你的包装，保存的张量也进了 `store`：`module` 自己被改动了。",
+            en="When `module` is called by itself, without your wrapper, what it saves goes into `store` too: `module` itself was "
+            "changed.",
         )
 
 
@@ -334,7 +381,7 @@ def _examine_written(store):
     )
 
 
-def _examine_save_to_gradients(plain, plain_x, wrapped, x):
+def _examine_save_to_gradients(plain, plain_x, module, wrapped, x):
     got = [param.grad for param in wrapped.parameters()]
     want = [param.grad for param in plain.parameters()]
     if len(got) != len(want):
@@ -342,6 +389,12 @@ def _examine_save_to_gradients(plain, plain_x, wrapped, x):
             "hidden_parameters",
             zh=f"包装的 `parameters()` 有 {len(got)} 个，`module` 有 {len(want)} 个：优化器会找不到参数。",
             en=f"`parameters()` of the wrapper gives {len(got)}, `module` has {len(want)}: an optimizer would not find them.",
+        )
+    if {id(param) for param in wrapped.parameters()} != {id(param) for param in module.parameters()}:
+        refuse(
+            "copied_parameters",
+            zh="包装的 `parameters()` 个数没错，却不是 `module` 的那几个：运行的是一份复制品。",
+            en="`parameters()` of the wrapper are as many, but not those of `module`: what runs is a duplicate.",
         )
     pairs = [(x.grad, plain_x.grad), *zip(got, want, strict=True)]
     if not all(one is not None and torch.equal(one, other) for one, other in pairs):
@@ -459,6 +512,41 @@ def patched(module, store):
     return module
 
 
+def slots_in_a_list(module, store):
+    own, kept = (
+        {param.untyped_storage().data_ptr() for param in (*module.parameters(), *module.buffers())},
+        [],
+    )
+
+    def pack(saved):
+        if saved.untyped_storage().data_ptr() in own:
+            return saved.detach()
+        kept.append((store.write(saved.detach()), saved.shape))
+        return len(kept) - 1
+
+    def unpack(packed):
+        if isinstance(packed, Tensor):
+            return packed
+        slot, shape = kept[packed]
+        return store.read(slot).view(shape)
+
+    return _inside(lambda module, store: saved_tensors_hooks(pack, unpack))(module, store)
+
+
+def once_alone(module, store):
+    contexts = [_offload(module, store)]
+    return _inside(lambda module, store: contexts.pop() if contexts else nullcontext())(module, store)
+
+
+def hooks_on_the_module(module, store):
+    opened = []
+    module.register_forward_pre_hook(lambda *args: opened.append(_offload(module, store).__enter__()))
+    module.register_forward_hook(
+        lambda *args: opened.pop().__exit__(None, None, None) and None, always_call=True
+    )
+    return _inside(lambda module, store: nullcontext())(module, store)
+
+
 SAVE_TO = Exercise(
     "33.B",
     examine_save_to,
@@ -474,6 +562,13 @@ SAVE_TO = Exercise(
         "same_module": patched,
         "hid_error": _wrapping(_hides),
         "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
+        "no_graph": _inside(
+            _offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach(), 2.0)
+        ),
+        "keeps_slots": slots_in_a_list,
+        "first_call_only": once_alone,
+        "module_changed": hooks_on_the_module,
+        "copied_parameters": lambda module, store: save_to(deepcopy(module), store),
         "other_result": _inside(_offload, lambda module, args, kwargs: module(*args, **kwargs)[0]),
         "other_values": _inside(_offload, lambda module, args, kwargs: (*module(*args)[:1], 2.0)),
         "other_gradients": _inside(
@@ -516,10 +611,18 @@ def examine_zeros_store(answer):
     content[::2] = 0
     source = content.clone()
     slot = store.write(source)
+    if source.untyped_storage().nbytes() != content.nbytes or not torch.equal(source, content):
+        refuse(
+            "edits_input",
+            zh="`write` 改动了收到的张量：别人可能还要用它，它与激活值共用内存。只读它。",
+            en="`write` has changed the tensor that it was given: others may still use it, it shares memory with an activation. "
+            "Only read it.",
+        )
     source.fill_(7)  # what the memory is used for next
     _examine_back(store.read(slot), content, "half", source)
     _examine_two(store, slot, content)
-    _examine_size(slot, content.nbytes)
+    del slot
+    _examine_size(answer(), content)
     _examine_others(store)
 
 
@@ -527,6 +630,7 @@ def _examine_back(got, want, which, source=None):
     words = {
         "half": ("一半是 0 的张量", "a tensor half of whose elements are 0"),
         "signs": ("含有 `-0.0` 和 `nan` 的张量", "a tensor with `-0.0` and `nan` in it"),
+        "tiny": ("含有 `1e-30` 的张量", "a tensor with `1e-30` in it"),
         "none": ("一个 0 也没有的张量", "a tensor without any 0"),
         "all": ("全是 0 的张量", "a tensor of nothing but 0"),
         "int64": ("`torch.int64` 的张量", "a tensor of `torch.int64`"),
@@ -545,7 +649,7 @@ def _examine_back(got, want, which, source=None):
             zh=f"写入{words[0]}，应当读回 `{want.dtype} {list(want.shape)}`，得到的是 `{got.dtype} {list(got.shape)}`。",
             en=f"For {words[1]} `{want.dtype} {list(want.shape)}` should come back; found `{got.dtype} {list(got.shape)}`.",
         )
-    if torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
+    if torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)):
         return
     if source is not None and (got == 7).any():
         refuse(
@@ -594,8 +698,13 @@ def _examine_two(store, slot, content):
         )
 
 
-def _examine_size(slot, nbytes):
-    total = sum(_contents(slot).values())
+def _examine_size(store, content):
+    nbytes, before = content.nbytes, sum(_contents(store).values())
+    slot = store.write(content.clone())
+    total = sum(_contents((store, slot)).values()) - before
+    del slot
+    gc.collect()
+    left = sum(_contents(store).values()) - before
     if total > 0.8 * nbytes:
         refuse(
             "too_large",
@@ -607,9 +716,16 @@ def _examine_size(slot, nbytes):
     if total < 0.1 * nbytes:
         refuse(
             "nothing_in_slot",
-            zh=f"`slot` 里只有 {total} 字节，内容存在别处：`slot` 没了，内容也该没了，放在后端自己身上就一直占着。",
-            en=f"There are {total} bytes in the `slot`, so the content is elsewhere: it should go when the `slot` goes; kept by "
-            "the store itself it stays for ever.",
+            zh=f"写入以后，`slot` 和后端里只找到 {total} 字节，内容存在别处：`slot` 没了，内容也该没了。",
+            en=f"After writing, {total} bytes are found in the `slot` and the store, so the content is elsewhere: it should go "
+            "when the `slot` goes.",
+        )
+    if left > 0.1 * nbytes:
+        refuse(
+            "left_in_store",
+            zh=f"`slot` 已经没人要了，后端自己身上还留着 {left} 字节：`slot` 没了，内容也该没了。",
+            en=f"Nobody holds the `slot` any more, yet {left} bytes stay with the store itself: the content should go when the "
+            "`slot` goes.",
         )
 
 
@@ -625,6 +741,8 @@ def _contents(slot):
             sizes[id(storage)] = storage.nbytes()
         elif isinstance(part, bytes | bytearray):
             sizes[id(part)] = len(part)
+        elif isinstance(part, array.array | io.BytesIO | str):
+            sizes[id(part)] = sys.getsizeof(part)
         elif isinstance(part, int | float):
             sizes[id(part)] = 8
         elif isinstance(nbytes := getattr(part, "nbytes", None), int):  # numpy's arrays
@@ -635,6 +753,7 @@ def _contents(slot):
 def _examine_others(store):
     others = {
         "signs": torch.tensor([0.0, -0.0, float("nan"), 1.5, float("-inf"), 0.0]),
+        "tiny": torch.tensor([0.0, 1e-30, -1e-42, 2.0]),
         "none": torch.arange(1.0, 6.0),
         "all": torch.zeros(4),
         "int64": torch.tensor([0, -3, 2**40, 0]),
@@ -705,6 +824,22 @@ def in_a_list():
     return Store()
 
 
+_CONTENTS: list[tuple[Tensor, Tensor]] = []
+
+
+def in_a_global():
+    class Store:
+        def write(self, tensor):
+            _CONTENTS.append((_bits(tensor), tensor[_bits(tensor)]))
+            return len(_CONTENTS) - 1
+
+        def read(self, slot):
+            return _fill(*_CONTENTS[slot])
+
+    _CONTENTS.clear()
+    return Store()
+
+
 ZEROS = Exercise(
     "33.C",
     examine_zeros_store,
@@ -733,7 +868,11 @@ ZEROS = Exercise(
             lambda tensor: (tensor.view(torch.int32) != 0, tensor[tensor.view(torch.int32) != 0]),
             lambda slot: _fill(*slot),
         ),
-        "nothing_in_slot": in_a_list,
+        "left_in_store": in_a_list,
+        "nothing_in_slot": in_a_global,
+        "edits_input": _store(
+            lambda tensor: (_bits(tensor), tensor[_bits(tensor)], tensor.zero_())[:2], lambda slot: _fill(*slot)
+        ),
         "no_tensor": _store(lambda tensor: (_bits(tensor), tensor[_bits(tensor)]), lambda slot: slot),
         "no_store": lambda: type("Store", (), {"write": lambda self, t: t, "read": lambda self, s: s}),
     },
@@ -763,7 +902,7 @@ def pack_views(store):
 def examine_pack_views(answer):
     store = _Counting()
     pack = answer(store)
-    matrix = torch.arange(12.0).reshape(3, 4)
+    matrix = torch.arange(16.0)[2:14].detach().view(3, 4)  # its storage begins before it, and ends after it
     views = {
         "matrix": matrix,
         "matrix.t()": matrix.t(),
@@ -774,12 +913,56 @@ def examine_pack_views(answer):
     }
     packed = [pack(view) for view in views.values()]
     want = [view.clone() for view in views.values()]
+    nbytes = matrix.untyped_storage().nbytes()
+    _examine_written_whole(store, nbytes)
     for (name, view), values, give_back in zip(views.items(), want, packed, strict=True):
         _examine_view(name, give_back, view, values)
-    _examine_moves(store, matrix.nbytes, len(views))
+    _examine_moves(store, len(views))
     _examine_version(pack, store, matrix)
+    _examine_dropped(answer)
     _examine_reuse(answer)
     _examine_leaks(answer)
+
+
+def _examine_written_whole(store, nbytes):
+    if len(store.written) == 1 and store.written[0] != nbytes:
+        refuse(
+            "part_only",
+            zh=f"这块存储有 {nbytes} 字节，`store.write` 收到的是 {store.written[0]} 字节。",
+            en=f"The storage has {nbytes} bytes; `store.write` was given {store.written[0]}.",
+        )
+    if len(store.written) == 1 and not store.flat:
+        refuse(
+            "not_flat",
+            zh="`store.write` 收到的张量不是一维的：后端只收摊平的张量。",
+            en="What `store.write` was given has other than one dimension: a store takes flat tensors.",
+        )
+
+
+def _examine_dropped(answer):
+    pack = answer(_Counting())
+    tensor = torch.arange(8.0)
+    first, second = pack(tensor), pack(tensor.view(2, 4))
+    del first
+    gc.collect()
+    wrong = _not_back(lambda: second(), tensor.view(2, 4))
+    second = None  # the slot goes, the tensor stays
+    gc.collect()
+    if wrong := wrong or _not_back(lambda: pack(tensor)(), tensor):
+        refuse(
+            "dead_slot",
+            zh=f"打包的结果没人要了以后，同一块存储还活着，再打包或再取就不对了：`{wrong}`。弱引用指着的 `slot` 可能已经没了。",
+            en=f"After what was packed before had been dropped, with the storage still there, packing or giving back went "
+            f"wrong: `{wrong}`. The `slot` behind a weak reference may be gone.",
+        )
+
+
+def _not_back(run, want):
+    try:
+        got = run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:80]
+    return "" if isinstance(got, Tensor) and torch.equal(got, want) else type(got).__name__
 
 
 def _examine_view(name, give_back, view, values):
@@ -817,7 +1000,7 @@ def _examine_view(name, give_back, view, values):
         )
 
 
-def _examine_moves(store, nbytes, views):
+def _examine_moves(store, views):
     if not store.written:
         refuse(
             "never_written",
@@ -829,12 +1012,6 @@ def _examine_moves(store, nbytes, views):
             "moved_twice",
             zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次。",
             en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted.",
-        )
-    if store.written[0] != nbytes:
-        refuse(
-            "part_only",
-            zh=f"这块存储有 {nbytes} 字节，`store.write` 收到的是 {store.written[0]} 字节。",
-            en=f"The storage has {nbytes} bytes; `store.write` was given {store.written[0]}.",
         )
 
 
@@ -853,6 +1030,14 @@ def _examine_version(pack, store, matrix):
             "rewritten",
             zh="矩阵原地改动以后，先前打包的那一份也变了。",
             en="After the edit in place what had been packed before has changed too.",
+        )
+    _views_of_new = [pack(matrix.t()), pack(matrix[1])]
+    if len(store.written) != 2:
+        refuse(
+            "moved_again",
+            zh=f"原地改动之后，新版本的 3 个视图，`store.write` 又调用了 {len(store.written) - 1} 次，应当是 1 次。",
+            en=f"After the edit in place `store.write` was called {len(store.written) - 1} more times for 3 views of the new "
+            "version; once is wanted.",
         )
 
 
@@ -961,6 +1146,43 @@ def never_written(store):
     return pack
 
 
+def slots_for_good(store):
+    """Takes it that a slot lives as long as the storage."""
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        key = id(storage), tensor._version
+        alive, known = found.get(key, (lambda: None, None))
+        if alive() is storage:
+            slot = known()
+        else:
+            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            found[key] = weakref.ref(storage), weakref.ref(slot)
+        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+
+    return pack
+
+
+def first_version(store):
+    """Notes a storage once and for all."""
+    found = {}
+
+    def pack(tensor):
+        storage, version = tensor.untyped_storage(), tensor._version
+        alive, known_version, known = found.get(id(storage), (lambda: None,) * 3)
+        slot = known() if alive() is storage and known_version == version else None
+        if slot is None:
+            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            if alive() is not storage or known() is None:
+                found[id(storage)] = weakref.ref(storage), version, weakref.ref(slot)
+        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+
+    return pack
+
+
 VIEWS = Exercise(
     "33.D",
     examine_pack_views,
@@ -975,6 +1197,12 @@ VIEWS = Exercise(
         "keeps_tensor": _views(hold=True),
         "keeps_slot": _views(weak=False),
         "never_written": never_written,
+        "part_only": _views(flat=lambda tensor: tensor.flatten().view(torch.uint8), offset=False),
+        "not_flat": _views(
+            flat=lambda tensor: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).view(2, -1)
+        ),
+        "dead_slot": slots_for_good,
+        "moved_again": first_version,
         "not_callable": lambda store: lambda tensor: store.write(tensor.flatten()),
         "other_shape": flattened,
     },

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import Exercise, Prediction, refuse, within
 from hooklab.saved import Offload
 from hooklab.stores import Disk
 
@@ -59,13 +59,13 @@ def disk_hooks(folder):
     return pack, lambda file: torch.load(file.name, weights_only=True)
 
 
-NOTES = "notes.txt"
+OTHERS = ["notes.txt", "weights.pt"]
 
 
 def _files(folder):
-    """What the answer has in the folder: every file but the one that was there before."""
+    """What the answer has in the folder: every file but those that were there before."""
     found = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-    return [name for name in found if name != os.path.join(folder, NOTES)]
+    return [name for name in found if name not in {os.path.join(folder, other) for other in OTHERS}]
 
 
 def _forward(pair, factor=1.0):
@@ -80,14 +80,16 @@ def _forward(pair, factor=1.0):
 
 def examine_disk_hooks(answer):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with open(os.path.join(folder, NOTES), "w") as notes:
-            notes.write("somebody else's")
+        for name in OTHERS:
+            with open(os.path.join(folder, name), "w") as other:
+                other.write("somebody else's")
         _examine_files(answer, folder)
         gc.collect()
 
 
 def _examine_files(answer, folder):
     pair = _pair(answer(folder))
+    _examine_others(folder)
     x, z, want = _forward(pair)
     written = len(_files(folder))
     if not written:
@@ -99,11 +101,12 @@ def _examine_files(answer, folder):
     if written < 4:
         refuse(
             "same_name",
-            zh=f"前向打包了 4 次，文件只有 {written} 个：有的写到了同一个名字下。",
-            en=f"Forward packed 4 times, but there are {written} files: some were written under one and the same name.",
+            zh=f"前向打包了 4 次，文件只有 {written} 个：有几次用的是同一个文件。",
+            en=f"Forward packed 4 times, but there are {written} files: one file was used for several packings.",
         )
+    first = z.grad_fn._saved_self
     try:
-        first, second = z.grad_fn._saved_self, z.grad_fn._saved_self
+        second = z.grad_fn._saved_self
     except (FileNotFoundError, KeyError, RuntimeError) as error:
         refuse(
             "deleted_too_early",
@@ -132,16 +135,18 @@ def _examine_files(answer, folder):
     _examine_no_backward(pair, folder)
     _examine_two_pairs(answer, folder)
     _examine_size(pair, folder)
+    _examine_kinds(pair)
     _examine_others(folder)
 
 
 def _examine_others(folder):
-    if not os.path.exists(os.path.join(folder, NOTES)):
-        refuse(
-            "touched_others",
-            zh=f"`folder` 里原有一个 `{NOTES}`，现在没了。",
-            en=f"There was a `{NOTES}` in `folder` before; it is gone.",
-        )
+    for name in OTHERS:
+        if not os.path.exists(os.path.join(folder, name)):
+            refuse(
+                "touched_others",
+                zh=f"`folder` 里原有一个 `{name}`，现在没了。",
+                en=f"There was a `{name}` in `folder` before; it is gone.",
+            )
 
 
 def _refuse_values():
@@ -180,6 +185,30 @@ def _examine_two_pairs(answer, folder):
             )
 
 
+def _examine_kinds(pair):
+    pack, unpack = pair
+    for want in (
+        torch.arange(6.0, dtype=torch.float64).view(2, 3).t(),
+        torch.tensor([1.5, -0.25], dtype=torch.bfloat16),
+        torch.tensor([[True], [False]]),
+        torch.tensor(7),
+    ):
+        got = unpack(pack(want))
+        if (
+            not isinstance(got, Tensor)
+            or got.dtype != want.dtype
+            or got.shape != want.shape
+            or not got.equal(want)
+        ):
+            found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+            refuse(
+                "other_kinds",
+                zh=f"一维的 `float32` 没有问题；打包 `{want.dtype} {list(want.shape)}`，还回来的是 `{found}`，或者值不同。",
+                en=f"Fine with `float32` in one dimension; `{want.dtype} {list(want.shape)}` was packed, and what comes back is "
+                f"`{found}`, or has other values.",
+            )
+
+
 def _examine_size(pair, folder):
     pack, unpack = pair
     table = torch.arange(250_000.0).view(500, 500)
@@ -196,10 +225,20 @@ def _examine_size(pair, folder):
     if not torch.equal(content, table[3, :10]):
         _refuse_values()
     alone = torch.ones(10)
-    storage = weakref.ref(alone.untyped_storage())
+    storage, nbytes = weakref.ref(alone.untyped_storage()), alone.nbytes
     packed = pack(alone)
     del alone
     gc.collect()
+    if (
+        any(isinstance(part, Tensor) and part.nbytes >= nbytes for part in within(packed))
+        and storage() is None
+    ):
+        del packed
+        refuse(
+            "copy_in_memory",
+            zh="文件写了，但打包返回的东西里还有一份同样大小的张量：内存一点没省。",
+            en="The file is written, but in what pack returns there is a tensor of the same size: no memory is saved.",
+        )
     if storage() is not None:
         del packed
         refuse(
@@ -276,6 +315,32 @@ def _holding(folder):
     return lambda saved: (pack(saved), saved.detach()), lambda packed: unpack(packed[0])
 
 
+def _holding_a_copy(folder):
+    pack = _to_files(folder)[0]
+    return lambda saved: (pack(saved), saved.clone()), lambda packed: packed[1]
+
+
+def _numbers_alone(folder):
+    """The content without its shape and dtype."""
+
+    class File:
+        def __init__(self, saved):
+            self.name = os.path.join(folder, str(uuid.uuid4()))
+            saved.detach().float().numpy().tofile(self.name)
+
+        def __del__(self):
+            os.remove(self.name)
+
+    return File, lambda file: torch.frombuffer(bytearray(open(file.name, "rb").read()), dtype=torch.float32)
+
+
+def _cleaning_up_first(folder):
+    for name in os.listdir(folder):
+        if name.endswith(".pt"):
+            os.remove(os.path.join(folder, name))
+    return _to_files(folder, name=lambda saved: f"{uuid.uuid4()}.pt")
+
+
 def _in_memory(folder):
     return lambda saved: saved.detach().clone(), lambda saved: saved
 
@@ -297,6 +362,8 @@ DISK_HOOKS = Exercise(
             remove=lambda name: [os.remove(os.path.join(folder, other)) for other in os.listdir(folder)],
         ),
         "kept_in_memory": _holding,
+        "copy_in_memory": _holding_a_copy,
+        "other_kinds": _numbers_alone,
         "no_file": _in_memory,
         "wrong_values": lambda folder: _to_files(folder, keep=lambda saved: saved.half()),
         "not_a_pair": lambda folder: _to_files(folder)[0],
@@ -374,14 +441,22 @@ def examine_byte_store(answer):
 
 def _examine_sample(store, sample):
     dtype = str(sample.dtype).removeprefix("torch.")
+    given = sample.clone()
     try:
-        slot = store.write(sample)
+        slot = store.write(given)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(
             "write_failed",
             zh=f"`write` 存 `{dtype}` 的张量时抛出了 `{type(error).__name__}`。",
             en=f"`write` raised a `{type(error).__name__}` for a tensor of `{dtype}`.",
         )
+    if given.untyped_storage().nbytes() != sample.nbytes or _bits(given) != _bits(sample):
+        refuse(
+            "edits_input",
+            zh=f"`write` 改动了收到的 `{dtype}` 张量：它与激活值共用内存，只能读。",
+            en=f"`write` has changed the `{dtype}` tensor that it was given: it shares memory with an activation, only read it.",
+        )
+    del given
     entries = list(store.held.values())
     if len(entries) != 1 or not isinstance(entries[-1], bytes | bytearray):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"
@@ -413,8 +488,8 @@ def _read(store, slot, zh, en):
     except KeyError:
         refuse(
             "read_once",
-            zh=f"同一个槽位读{zh}时，抛出了 `KeyError`：内容已经不在 `held` 里了。",
-            en=f"Reading a slot {en} raised a `KeyError`: the content is no longer in `held`.",
+            zh=f"同一个槽位读{zh}时，抛出了 `KeyError`：`held` 里没有这个键。",
+            en=f"Reading a slot {en} raised a `KeyError`: in `held` there is no such key.",
         )
 
 
@@ -608,6 +683,9 @@ BYTE_STORE = Exercise(
             key=lambda slot, held, tensor: str(uuid.uuid4()), drop=lambda held, slot: held.clear()
         ),
         "not_a_tensor": _byte_store(give=lambda held, slot: held[slot.key]),
+        "edits_input": _byte_store(
+            take=lambda tensor: (tensor.view(torch.uint8).numpy().tobytes(), tensor.zero_())[0]
+        ),
         "one_for_all": lambda held={}: _sharing(held),
         "kept_in_memory": _holding_too,
         "no_held": _no_held,
@@ -650,6 +728,7 @@ INNER = {
 
 def examine_large_only(answer):
     _examine_threshold(answer)
+    _examine_other_thresholds(answer)
     pair = _pair(answer(*INNER["tensor"], 100))
     _examine_leak(pair)
     _examine_edit(pair)
@@ -687,6 +766,32 @@ def _examine_threshold(answer):
             en=f"With `at_least` 100 these shapes were given to `pack`: `{moved}`. Go through them by their number of elements, "
             "the one with exactly 100 too.",
         )
+
+
+def _examine_other_thresholds(answer):
+    for at_least, x in (
+        (30, torch.zeros(30, requires_grad=True)),
+        (200, torch.zeros(150, requires_grad=True)),
+        (100, torch.zeros(60, dtype=torch.float64, requires_grad=True)),
+        (100, torch.zeros(300, requires_grad=True)[:60]),
+        (100, torch.zeros(120, dtype=torch.bfloat16, requires_grad=True)),
+    ):
+        moved = []
+        pair = answer(
+            lambda saved, moved=moved: moved.append(1) or saved.detach(), lambda packed: packed, at_least
+        )
+        with saved_tensors_hooks(*pair):
+            x.sin()
+        if bool(moved) != (x.numel() >= at_least):
+            zh, en = ("交给了", "was") if moved else ("没有交给", "was not")
+            refuse(
+                "other_threshold",
+                zh=f"`at_least` 是 {at_least} 时，一个有 {x.numel()} 个元素的 `{x.dtype}` 张量{zh} `pack`；"
+                f"它背后的内存有 {x.untyped_storage().nbytes()} 字节。数的应当是元素，与 `at_least` 比。",
+                en=f"With `at_least` {at_least} a `{x.dtype}` tensor of {x.numel()} elements {en} given to `pack`; the memory "
+                f"behind it has {x.untyped_storage().nbytes()} bytes. Its elements are to be counted, and compared with "
+                "`at_least`.",
+            )
 
 
 def _examine_leak(pair):
@@ -743,7 +848,7 @@ def _examine_values(pair, kind):
         try:
             with saved_tensors_hooks(*pair):
                 y = x.exp()
-            y.sum().backward()
+            y.sum().backward(retain_graph=True)
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, KeyError) as error:
             x.grad = None
             said = type(error).__name__
@@ -755,6 +860,15 @@ def _examine_values(pair, kind):
                 zh=f"`pack` 返回的是 `{kind}` 时，形状 `{list(shape)}` 的张量还原错了（异常：`{said}`）。解包时，这个包交给谁去还原了？",
                 en=f"With a `pack` that returns a `{kind}`, a tensor of shape `{list(shape)}` is not restored rightly (raised: "
                 f"`{said}`). Who was given it to restore?",
+            )
+        try:
+            y.sum().backward()
+        except Exception as error:
+            refuse(
+                "unpacked_once",
+                zh=f"第一次反向没有问题；`retain_graph=True` 之后的第二次反向，解包抛出了 `{type(error).__name__}`。",
+                en=f"The first backward is fine; in a second, after `retain_graph=True`, unpacking raised "
+                f"`{type(error).__name__}`.",
             )
 
 
@@ -814,6 +928,11 @@ def _guessed_by_tuple(pack, unpack, at_least):
     return pack_either, lambda packed: _guarded(packed) if isinstance(packed, tuple) else unpack(packed)
 
 
+def _unpacked_once(pack, unpack, at_least):
+    pack_either, unpack_either = large_only(pack, unpack, at_least)
+    return lambda saved: [pack_either(saved)], lambda packed: unpack_either(packed.pop())
+
+
 def _as_in_the_sources(pack, unpack, at_least):
     def pack_either(saved):
         return saved if saved.numel() < at_least else pack(saved)
@@ -831,6 +950,8 @@ LARGE_ONLY = Exercise(
         "false_alarm": _large_only(Tensor.detach, _never_edited),
         "other_error": _large_only(_versioned, _asserted),
         "not_restored": _guessed_by_tensor,
+        "unpacked_once": _unpacked_once,
+        "other_threshold": lambda pack, unpack, at_least: large_only(pack, unpack, 100),
         "threshold_off": _safe(lambda saved, at_least: saved.numel() > at_least),
         "nothing_moved": _safe(lambda saved, at_least: False),
         "everything_moved": lambda pack, unpack, at_least: (pack, unpack),
@@ -987,6 +1108,12 @@ def _attend(wrapped, model, query, memory):
             zh="前向返回了 `None`，应当返回里面那个模块的结果。",
             en="The forward returned `None`; wanted is what the module inside returns.",
         )
+    if isinstance(got[0], Tensor) and not got[0].requires_grad:
+        refuse(
+            "no_graph",
+            zh="前向的结果没有计算图，反向走不下去：是不是 `detach` 过，或者关掉了梯度？",
+            en="The output has no graph, so there is no backward. Was it put through `detach`, or were gradients off?",
+        )
     got[0].square().sum().backward()
     return got[0].detach(), [param.grad for param in model.parameters()]
 
@@ -1040,6 +1167,13 @@ def _examine_elsewhere(wrapped, model, query, memory, seen):
             "left_open",
             zh="前向早已返回，模块外面保存的张量还在写进文件：上下文没有关上。",
             en="Forward has long returned, and what is saved outside the module still goes to the file: the context was not closed.",
+        )
+    if wrapped is model or seen.during(lambda: _attend(model, model, query, memory))[1]:
+        refuse(
+            "module_changed",
+            zh="单独调用 `module`，不经过你返回的模块，也在写文件：`module` 自己被改动了。",
+            en="When `module` is called by itself, without the module that you return, files are written too: `module` itself was "
+            "changed.",
         )
 
 
@@ -1179,6 +1313,22 @@ class _CallsForward(_Wrapper):
             return self.module.forward(*args, **kwargs)
 
 
+class _Detached(_Wrapper):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)[0].detach(), None
+
+
+def _hooks_on_the_module(module, folder):
+    opened = []
+    module.register_forward_pre_hook(
+        lambda module, args: opened.append(_Wrapper(module, folder).context().__enter__())
+    )
+    module.register_forward_hook(
+        lambda *args: opened.pop().__exit__(None, None, None) and None, always_call=True
+    )
+    return module
+
+
 class _NoReturn(_Wrapper):
     def forward(self, *args, **kwargs):
         super().forward(*args, **kwargs)
@@ -1224,6 +1374,8 @@ SAVE_TO_DISK = Exercise(
         "moved_parameters": _BareHooks,
         "skipped_hooks": _CallsForward,
         "forward_returned_nothing": _NoReturn,
+        "no_graph": _Detached,
+        "module_changed": _hooks_on_the_module,
         "returned_nothing": lambda module, folder: print(end=str(save_to_disk(module, folder))[:0]),
         "not_registered": _Hidden,
         "raised": _PositionalOnly,

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._packing import outer_hooks
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse
 
 HOOKS = Prediction(
     "35.1",
@@ -138,15 +138,46 @@ def _examine_freed(block: _Block):
     if alive := block.alive(1):
         refuse(
             "leaked",
-            zh=f"反向结束，返回值也删了，重算出来的激活值还有 {alive} 个占着内存：循环引用，`gc` 也收不走。",
-            en=f"Backward is over and the result is gone, yet {alive} recomputed activations stay in memory: a cycle that `gc` "
-            "cannot free.",
+            zh=f"反向结束，返回值也删了，重算出来的激活值还有 {alive} 个占着内存：要么是 `gc` 收不走的循环引用，要么有什么比这次调用活得更久。",
+            en=f"Backward is over and the result is gone, yet {alive} recomputed activations stay in memory: held in a "
+            "cycle that `gc` cannot free, or by something that outlives the call.",
         )
 
 
 def _examine_gradients(got, want, reason, zh, en):
     if any(left is None for left in got) or not all(map(torch.allclose, got, want)):
         refuse(reason, zh=zh, en=en)
+
+
+def _examine_segments(answer, *, dropout):
+    """Two in a row, then backward."""
+
+    def step(run):
+        torch.manual_seed(0)
+        blocks = [_Block(dropout=dropout), _Block(dropout=dropout)]
+        x = torch.randn(5, 4, requires_grad=True)
+        torch.rand(3)
+        y = _called(run, blocks[1], _called(run, blocks[0], x))
+        y.square().sum().backward()
+        return [*_gradients(blocks[0]), *_gradients(blocks[1], x)]
+
+    want = step(lambda block, x: block(x))
+    try:
+        got = step(answer)
+    except Refused:
+        raise
+    except Exception as error:
+        got, said = [None], f"{type(error).__name__}: {error}".splitlines()[0][:80]
+    else:
+        said = "-"
+    _examine_gradients(
+        got,
+        want,
+        "mixed_up",
+        zh=f"一个 `block` 没有问题；接连两个 `block`，再反向，梯度就错了（异常：`{said}`）。第二次调用盖掉了第一次还要用的什么？",
+        en=f"Fine with one `block`; with two in a row and then backward the gradients are wrong (raised: `{said}`). What that the "
+        "first call still needs has the second overwritten?",
+    )
 
 
 # ---- 35.A: a checkpoint that remembers the random numbers ----
@@ -243,6 +274,7 @@ def examine_faithful(answer):
         block = got.block
         del got, want
         _examine_freed(block)
+    _examine_segments(answer, dropout=True)
 
 
 def forgets(block, x):
@@ -343,6 +375,24 @@ def draws_in_forward(block, x):
     return y
 
 
+def one_state_for_all(block, x):
+    _LAST["state"] = torch.get_rng_state()
+    again, number = [], itertools.count()
+
+    def unpack(index):
+        if not again:
+            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
+            with _random_as(_LAST["state"]), torch.enable_grad(), collect:
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+_LAST: dict = {}
+
+
 FAITHFUL = Exercise(
     "35.A",
     examine_faithful,
@@ -353,6 +403,7 @@ FAITHFUL = Exercise(
         "disturbs_forward": draws_in_forward,
         "leaked": leaks,
         "no_gradient": reentrant,
+        "mixed_up": one_state_for_all,
         "wrong_values": seeds_both,
         "nothing_saved": faithful_keeps,
         "recomputed_often": recomputes_each_time,
@@ -574,7 +625,8 @@ def examine_frugal(answer):
     _examine_output(y, want.detach())
     _examine_checkpointed(block)
     alive = []
-    block.linears[0].bias.register_post_accumulate_grad_hook(lambda param: alive.append(block.alive(-1)))
+    for linear in block.linears:  # backward comes to the last one first
+        linear.bias.register_post_accumulate_grad_hook(lambda param: alive.append(block.alive(-1)))
     loss = y.square().sum()
     loss.backward(retain_graph=True)
     wrong = {
@@ -584,12 +636,19 @@ def examine_frugal(answer):
     }
     _examine_gradients(_gradients(block, x), true, "wrong_gradients", **wrong)
     _examine_runs(block, 2)
-    if alive[0]:
+    if alive[2]:
         refuse(
             "kept_recomputed",
-            zh=f"反向快结束时，重算出来的 {len(block.runs[1])} 个激活值里，还有 {alive[0]} 个占着内存，而它们早已用完。",
-            en=f"Near the end of backward {alive[0]} of the {len(block.runs[1])} recomputed activations are still in memory, though "
+            zh=f"反向快结束时，重算出来的 {len(block.runs[1])} 个激活值里，还有 {alive[2]} 个占着内存，而它们早已用完。",
+            en=f"Near the end of backward {alive[2]} of the {len(block.runs[1])} recomputed activations are still in memory, though "
             "they were used long before.",
+        )
+    if alive[1] > 1:
+        refuse(
+            "freed_at_the_end",
+            zh=f"反向走到中间一层时，重算出来的 {len(block.runs[1])} 个激活值还都占着内存，其中一个已经用完：不是交出一个，放掉一个。",
+            en=f"When backward is half-way, all {len(block.runs[1])} recomputed activations are still in memory, though one has "
+            "been used: each should go as it is handed out.",
         )
     for tensor in (*block.parameters(), x):
         tensor.grad = None
@@ -604,6 +663,7 @@ def examine_frugal(answer):
     _examine_runs(block, 3)
     del y, loss
     _examine_freed(block)
+    _examine_segments(answer, dropout=False)
 
 
 def _frugal_list(take):
@@ -664,12 +724,51 @@ def frugal_keyed_once(block, x):
         return block(x)
 
 
+def frees_at_the_end(block, x):
+    again, wanted, number = {}, set(), itertools.count()
+
+    def unpack(index):
+        if not again:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                block(x)
+            wanted.update(again)
+        found = again[index]
+        wanted.discard(index)
+        if not wanted:
+            again.clear()
+        return found
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
+def the_last_block(block, x):
+    """Recomputes whichever block came last."""
+    _LAST.update(block=block, x=x)
+    again, number = {}, itertools.count()
+
+    def unpack(index):
+        if index not in again:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                _LAST["block"](_LAST["x"])
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
 FRUGAL = Exercise(
     "35.C",
     examine_frugal,
     frugal,
     {
         "kept_recomputed": forgets,
+        "freed_at_the_end": frees_at_the_end,
+        "mixed_up": the_last_block,
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "recomputed_often": recomputes_each_time,
         "nothing_saved": faithful_keeps,
@@ -722,6 +821,20 @@ def _spectral():
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
 
 
+class _Centred(nn.Module):
+    """Takes off a running mean, which is in no `state_dict`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return torch.tanh(x - self.mean)
+
+
 def _forwards_then_backward(make, count, contexts):
     torch.manual_seed(0)
     block, batches = make(), [torch.randn(6, 4) for _ in range(count)]
@@ -768,6 +881,8 @@ def examine_buffers(answer):
         _examine_step(name, make, count, answer)
     for name, make in (("BatchNorm", _normed), ("spectral norm", _spectral)):
         _examine_step(name, make, 2, answer)
+    for count in (1, 2):
+        _examine_step("`persistent=False`", _Centred, count, answer)
 
 
 def _examine_step(name, make, count, answer):
@@ -865,6 +980,29 @@ def _puts_end_of_forward_back(block):
             yield
         finally:
             _put(block, end)
+
+    return first(), second()
+
+
+def by_state_dict(block):
+    found = {}
+
+    def copies():
+        return {name: value.clone() for name, value in block.state_dict().items()}
+
+    @contextmanager
+    def first():
+        found.update(copies())
+        yield
+
+    @contextmanager
+    def second():
+        now = copies()
+        block.load_state_dict(found)
+        try:
+            yield
+        finally:
+            block.load_state_dict(now)
 
     return first(), second()
 
