@@ -15,6 +15,8 @@ import torch
 from torch.nn.modules import module as modules
 
 from hooklab import check, features
+from hooklab.exercises import n21_forward_hooks as n21
+from hooklab.exercises import n22_backward_hooks as n22
 from hooklab.exercises import n23_watching_a_model_run as n23
 from hooklab.exercises import n32_pack_and_unpack as n32
 from hooklab.exercises import n33_offloading_to_cpu as n33
@@ -471,6 +473,65 @@ def test_a_refused_answer_that_edits_the_input_does_not_spoil_the_next_check():
     assert check.exercise("24.A", BY_ID["24.A"].solution).kind == "right"
 
 
+def modes_of_children(model, x):
+    """Puts back the modes of the children, and with them those of all that is inside."""
+    training, modes = model.training, {child: child.training for child in model.children()}
+    try:
+        return n23.output_shapes(model, x)
+    finally:
+        model.train(training)
+        for child, mode in modes.items():
+            child.train(mode)
+
+
+def none_is_the_only_other(model, x):
+    """Takes all that is neither a tuple nor None for a tensor."""
+
+    def shape(output):
+        if isinstance(output, tuple):
+            return tuple(map(shape, output))
+        return None if output is None else tuple(output.shape)
+
+    keep = lambda shapes, name: lambda module, args, output: shapes.update({name: shape(output)})  # noqa: E731
+    return n21._shapes_by_hand(keep)(model, x)
+
+
+def tidies_up_after_runtime_errors(model, x):
+    """Any other error leaves the hooks."""
+    shapes, handles = {}, []
+    for name, layer in n21._leaves(model, model.named_modules()).items():
+        handles.append(layer.register_forward_hook(partial(n21._keep, shapes, name)))
+    try:
+        model(x)
+    except RuntimeError:
+        [handle.remove() for handle in handles]
+        raise
+    [handle.remove() for handle in handles]
+    return shapes
+
+
+def normalise_every_such(module, mean, std):
+    """All modules of the same class."""
+    return modules.register_module_forward_pre_hook(
+        lambda other, args: ((args[0] - mean) / std, *args[1:]) if type(other) is type(module) else None
+    )
+
+
+def first_child(model, x):
+    return dict([next(iter(n23.output_shapes(model, x).items()))])
+
+
+def detached(module, strength):
+    return module.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+
+
+def switches_x_on(model, x):
+    """And off again, but not when the forward raises."""
+    grad = n22.guided_on_x(model, x)
+    x.requires_grad_(False)
+    return grad
+
+
 def mean_of_all(model, name, batches):
     """One number for all images."""
     modes = {module: module.training for module in model.modules()}
@@ -743,8 +804,27 @@ def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
 
 
 @pytest.mark.parametrize(
+    "register", [modules.register_module_forward_hook, modules.register_module_full_backward_hook]
+)
+@pytest.mark.parametrize("exercise", ["13.B", "21.C", "22.B", "22.C", "24.A", "31.C"])
+def test_a_global_hook_of_the_learners_is_not_taken_for_the_answers(exercise, register):
+    own = register(lambda *given: None)
+    try:
+        assert praise.__wrapped__(exercise).kind == "right"
+    finally:
+        own.remove()
+
+
+@pytest.mark.parametrize(
     ("exercise", "answer", "reason"),
     [
+        ("21.A", normalise_every_such, "another_module"),
+        ("21.C", none_is_the_only_other, "nested"),
+        ("21.C", tidies_up_after_runtime_errors, "left_after_error"),
+        ("22.A", detached, "no_gradient"),
+        ("22.C", switches_x_on, "switched_input"),
+        ("23.A", modes_of_children, "flags"),
+        ("23.A", first_child, "wrong_names"),
         ("23.A", shapes_in_training, "statistics"),
         ("24.A", feature_or_key_error, "hid_error"),
         ("23.C", first_nan_inside, "the_model"),

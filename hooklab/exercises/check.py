@@ -100,7 +100,7 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
                     en=f"The function itself is wanted; found `{type(answer).__name__}`. Was it called, with one pair of "
                     "parentheses too many?",
                 )
-            with _no_global_hook_stays():
+            with _no_global_hooks():
                 task.examine(answer)
     except Refused as refused:
         return refused.message
@@ -169,11 +169,14 @@ def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
 
 
 @contextmanager
-def _no_global_hook_stays() -> Iterator[None]:
-    """A global hook that a wrong answer leaves would reach every module that the learner uses later."""
+def _no_global_hooks() -> Iterator[None]:
+    """The learner's own would be taken for the answer's, and one that a wrong answer leaves would reach every later module."""
     names = [f"_global_{when}_hooks" for when in ("forward_pre", "forward", "backward_pre", "backward")]
     tables = [getattr(modules, name) for name in names]
     before, full = [dict(table) for table in tables], modules._global_is_full_backward_hook
+    for table in tables:
+        table.clear()
+    modules._global_is_full_backward_hook = None
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ class _Scaled(nn.Module):
 
 def examine_normalise(answer):
     module, x = _Scaled(), torch.tensor([3.0, 7.0], requires_grad=True)
-    original, mask = x.detach().clone(), torch.tensor([1.0, 0.0])
+    original, mask, before = x.detach().clone(), torch.tensor([1.0, 0.0]), hooks_on(module)
     with torch.no_grad():
         handle = answer(module, 1.0, 2.0)
         _examine_handle(handle)
@@ -65,6 +65,8 @@ def examine_normalise(answer):
             "belongs on `module` alone.",
         )
     _examine_again(module, handle, original)
+    _examine_all_gone(before, module)
+    _examine_another(answer, original)
     _examine_gradient(answer)
 
 
@@ -159,6 +161,32 @@ def _examine_again(module, handle, x):
         )
 
 
+def _examine_all_gone(before, module):
+    if left := [hook for hook in hooks_on(module) if hook not in before]:
+        refuse(
+            "second_hook",
+            zh=f"句柄已经 `.remove()`，还留着你的另一个钩子：`{left[0].kind} on {left[0].place}`。一个句柄要能取下全部。",
+            en=f"After `.remove()` of the handle another hook of yours is left: `{left[0].kind} on {left[0].place}`. One handle has "
+            "to take off all.",
+        )
+
+
+def _examine_another(answer, x):
+    module, another = _Scaled(), _Scaled()
+    handles = [answer(module, 1.0, 2.0), answer(another, 2.0, 4.0)]
+    module(x)
+    for handle in handles:
+        handle.remove()
+    if not torch.allclose(module.given[0], torch.tensor([1.0, 3.0])):
+        refuse(
+            "another_module",
+            zh="`normalise` 又用在了另一个模块上，`mean` 和 `std` 都不同；第一个模块收到的 `x` 就不对了。"
+            "每个钩子只管自己的模块，用自己的数。",
+            en="`normalise` was used on another module as well, with another `mean` and `std`, and now the first one is given the "
+            "wrong `x`. Each hook belongs to its own module and has numbers of its own.",
+        )
+
+
 def _examine_gradient(answer):
     module, x = _Scaled(), torch.tensor([3.0, 7.0], dtype=torch.float64, requires_grad=True)
     answer(module, 1.0, 2.0)
@@ -226,6 +254,21 @@ def normalise_detached(module, mean, std):
     )
 
 
+def normalise_with_two(module, mean, std):
+    module.register_forward_hook(lambda module, args, output: None)
+    return normalise(module, mean, std)
+
+
+def normalise_by_global(module, mean, std):
+    _numbers.update(mean=mean, std=std)
+    return module.register_forward_pre_hook(
+        lambda module, args: ((args[0] - _numbers["mean"]) / _numbers["std"], *args[1:])
+    )
+
+
+_numbers: dict[str, float] = {}  # of the wrong answers that keep them in one place for all modules
+
+
 def normalise_for_ever(module, mean, std):
     run = module.forward
     module.forward = lambda x, *args, **kwargs: run((x - mean) / std, *args, **kwargs)
@@ -257,6 +300,8 @@ NORMALISE = Exercise(
         ),
         "cut": normalise_detached,
         "still_there": normalise_for_ever,
+        "second_hook": normalise_with_two,
+        "another_module": normalise_by_global,
         "ran_twice": lambda module, mean, std: module.register_forward_hook(
             lambda module, args, kwargs, output: module.forward((args[0] - mean) / std, *args[1:], **kwargs),
             with_kwargs=True,
@@ -288,6 +333,7 @@ def examine_add_noise(answer):
     x = torch.tensor([-100.0, 100.0]).repeat(200, 50)
     plain = x.clamp(min=0)
     module = nn.ReLU()
+    before = hooks_on(module)
     handle = answer(module, STD)
     _examine_handle(handle)
     noise = _noise(module(x), plain)
@@ -311,6 +357,8 @@ def examine_add_noise(answer):
             zh="句柄已经 `.remove()`，输出里还有噪声。",
             en="After `.remove()` of the handle there is still noise in the output.",
         )
+    _examine_all_gone(before, module)
+    _examine_other_std(answer, x, plain)
 
 
 def _noise(output, plain):
@@ -413,6 +461,12 @@ def _examine_modes(answer, module, x, plain):
             en="After `module.eval()` the output still differs from that without the hook. The hook has to look at the mode each "
             "time it fires.",
         )
+    if torch.equal(module.train()(x), plain):
+        refuse(
+            "gone_after_eval",
+            zh="训练、评估、再训练：第二次回到训练模式，噪声就没有了。",
+            en="Training, evaluation, training again: the second time in training mode there is no noise any more.",
+        )
     other = nn.ReLU().eval()
     handle = answer(other, STD)
     got = other.train()(x)
@@ -423,6 +477,23 @@ def _examine_modes(answer, module, x, plain):
             zh="挂钩子时是评估模式，后来切换到训练模式，却没有噪声。要看的是触发那一刻的模式。",
             en="Hung in evaluation mode and switched to training later, it adds no noise. What counts is the mode when the hook "
             "fires.",
+        )
+
+
+def _examine_other_std(answer, x, plain):
+    module, another = nn.ReLU(), nn.ReLU()
+    handles = [answer(module, STD), answer(another, 10 * STD)]
+    std = _noise(module(x), plain).std().item()
+    for handle in handles:
+        handle.remove()
+    if abs(std - STD) > 0.1 * STD:
+        refuse(
+            "another_module",
+            zh=f"`add_noise` 又用在了另一个模块上，`std` 是 `{10 * STD}`；第一个模块的 `std` 是 `{STD}`，"
+            f"噪声的标准差量到的却是 `{std:.2f}`。每个钩子只管自己的模块，用自己的数。",
+            en=f"`add_noise` was used on another module as well, with a `std` of `{10 * STD}`; the first one has the `std` `{STD}`, and "
+            f"yet its noise has a measured standard deviation of `{std:.2f}`. Each hook belongs to its own module and has a number "
+            "of its own.",
         )
 
 
@@ -548,6 +619,30 @@ def noise_on_input(module, std):
     return module.register_forward_pre_hook(hook)
 
 
+def noise_until_eval(module, std):
+    def hook(module, args, output):
+        if module.training:
+            return output + std * torch.randn_like(output)
+        handle.remove()
+
+    handle = module.register_forward_hook(hook)
+    return handle
+
+
+def noise_with_two(module, std):
+    module.register_forward_hook(lambda module, args, output: None)
+    return add_noise(module, std)
+
+
+def noise_by_global(module, std):
+    _numbers.update(std=std)
+    return module.register_forward_hook(
+        lambda module, args, output: (
+            output + _numbers["std"] * torch.randn_like(output) if module.training else None
+        )
+    )
+
+
 def _noise_hook(make):
     """An answer whose hook returns `make(output, std)` in training mode."""
 
@@ -585,6 +680,9 @@ ADD_NOISE = Exercise(
         "wrong_dtype": _noise_hook(lambda output, std: output + std * torch.randn(output.shape)),
         "cut": _noise_hook(lambda output, std: output.detach() + std * torch.randn_like(output)),
         "no_handle": lambda module, std: add_noise(module, std) and None,
+        "gone_after_eval": noise_until_eval,
+        "second_hook": noise_with_two,
+        "another_module": noise_by_global,
         "everywhere": lambda module, std: modules.register_module_forward_hook(
             lambda module, args, output: output + std * torch.randn_like(output) if module.training else None
         ),
@@ -634,7 +732,7 @@ class _Tagger(nn.Module):
 
 
 class _Attention(nn.Module):
-    """An output of which one part is None."""
+    """An output of which one part is None and one is a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -646,7 +744,7 @@ class _Attention(nn.Module):
 
 class _NoWeights(nn.Module):
     def forward(self, x):
-        return x * 2, None
+        return x * 2, None, 3
 
 
 class _Broken(nn.Sequential):
@@ -654,11 +752,17 @@ class _Broken(nn.Sequential):
         super().__init__(nn.Linear(3, 4), nn.Linear(3, 4))
 
 
+class _Stumbling(nn.Module):
+    def forward(self, x):
+        raise IndexError("this layer fails on purpose")
+
+
 def examine_shapes_of(answer):
     _examine_plain(answer)
     _examine_alone(answer)
     _examine_nested(answer)
-    _examine_broken(answer)
+    _examine_broken(answer, _Broken(), RuntimeError, "shapes cannot be multiplied")
+    _examine_broken(answer, nn.Sequential(nn.Linear(3, 4), _Stumbling()), IndexError, "on purpose")
 
 
 def _run(answer, model, x):
@@ -802,6 +906,13 @@ def _examine_alone(answer):
             en="Where the model is one `nn.Linear(3, 2)` with no layer inside, your code raises `KeyError`. That layer is the model "
             "itself: `**` of `select` does not match it, `named_modules()` lists it.",
         )
+    if old := [name for name in shapes if name in ("0", "1.0", "1.1")]:
+        refuse(
+            "from_before",
+            zh=f"现在的模型只有一层，字典里却有 `{old[0]}`：那是上一次调用时的模型。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
+            en=f"The model is one layer now, and the dictionary has `{old[0]}`: that was the model of the call before. Each call has to "
+            "begin with an empty one; a default argument `={}` is made only once.",
+        )
     if shapes != {"": (4, 2)}:
         refuse(
             "alone",
@@ -821,18 +932,23 @@ def _examine_nested(answer):
     }
     for model, x, expected in (
         (_Tagger(), torch.zeros(2, 5, dtype=torch.int64), want),
-        (_Attention(), torch.ones(2, 3), {"attention": ((2, 3), None)}),
+        (_Attention(), torch.ones(2, 3), {"attention": ((2, 3), None, None)}),
     ):
         try:
             shapes = _run(answer, model, x)
-        except Refused:
-            raise
-        except Exception as error:
+        except KeyError:
+            refuse(
+                "never_ran",
+                zh="模型里有一层从不运行，你的代码报 `KeyError`：它没有输出可读。只列出运行过的层。",
+                en="The model has a layer that never runs, and your code raises `KeyError`: there is no output of it to read. List "
+                "those that ran only.",
+            )
+        except (AttributeError, TypeError) as error:
             refuse(
                 "nested",
-                zh=f"有一层的输出是元组，或者元组里有 `None`，你的代码在这里报错：`{type(error).__name__}`。"
+                zh=f"有一层的输出是元组，或者元组里有 `None` 或一个数，你的代码在这里报错：`{type(error).__name__}`。"
                 "`nn.LSTM` 返回 `(output, (h, c))`。",
-                en="A layer's output is a tuple, or holds `None`, and there your code raises "
+                en="A layer's output is a tuple, or holds `None` or a number, and there your code raises "
                 f"`{type(error).__name__}`. `nn.LSTM` returns `(output, (h, c))`.",
             )
         if shapes.get("tags") == (2, 1, 3):
@@ -845,21 +961,21 @@ def _examine_nested(answer):
         _examine_shapes(shapes, expected)
 
 
-def _examine_broken(answer):
-    model = _Broken()
+def _examine_broken(answer, model, kind, said):
+    before = hooks_on(model)
     try:
         answer(model, torch.ones(2, 3))
-    except RuntimeError as error:
+    except kind as error:
         raised = error
     else:
         raised = None
-    if left := hooks_on(model):
+    if left := [hook for hook in hooks_on(model) if hook not in before]:
         refuse(
             "left_after_error",
             zh=f"模型运行到一半报错，你的 {len(left)} 个钩子留在了上面。错误跳过了哪一句？",
             en=f"The model raised half-way, and {len(left)} of your hooks stayed on it. Which line did the error jump over?",
         )
-    if raised is None or "shapes cannot be multiplied" not in str(raised):
+    if raised is None or said not in str(raised):
         refuse(
             "swallowed",
             zh="模型报了错，调用者却没有收到这个错误。",
@@ -918,6 +1034,18 @@ def shapes_without_finally(model, x):
     return shapes
 
 
+def shapes_by_default(model, x, shapes={}):  # noqa: B006
+    shapes.update(shapes_of(model, x))
+    return shapes
+
+
+def shapes_of_every(model, x):
+    kept = _shapes_by_hand(
+        lambda shapes, name: lambda module, args, output: shapes.update({name: _shape(output)})
+    )(model, x)
+    return {name: kept[name] for name, module in model.named_modules() if not list(module.children())}
+
+
 def _leaves(model, layers=None):
     """The layers without child modules, by name; the model itself forgotten."""
     named = layers or [(name, module) for name, module in model.named_modules() if name]
@@ -958,6 +1086,8 @@ SHAPES_OF = Exercise(
             layers=lambda model: _leaves(model, select(model, "**").items()).items()
         ),
         "extra": _shapes_by_hand(layers=lambda model: list(model.named_modules())),
+        "from_before": shapes_by_default,
+        "never_ran": shapes_of_every,
         "wrong_names": _shapes_by_hand(
             lambda shapes, name: (
                 lambda module, args, output: shapes.update({type(module).__name__: _shape(output)})

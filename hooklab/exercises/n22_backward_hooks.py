@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,10 @@ def _settings(model):
     """What a function that only looks must leave as it was."""
     flags = [(module.training, getattr(module, "inplace", None)) for module in model.modules()]
     return flags, [param.requires_grad for param in model.parameters()]
+
+
+def _attributes(model):
+    return [set(vars(module)) for module in model.modules()]
 
 
 def _relus(model):
@@ -50,7 +53,7 @@ def _leave(handles, run):
     return run()
 
 
-def _examine_left_alone(model, settings, others):
+def _examine_left_alone(model, settings, attributes, others):
     """No hook of the answer's is left, those of others are there, and no switch of the model was moved."""
     if others.id not in model.head._forward_hooks:
         refuse(
@@ -73,6 +76,14 @@ def _examine_left_alone(model, settings, others):
             en="After the function has returned, the model is not as it was: some `training`, `inplace` or `requires_grad` was "
             "changed.",
         )
+    pairs = zip(_attributes(model), attributes, strict=True)
+    if new := sorted({name for after, before in pairs for name in after - before}):
+        refuse(
+            "attribute_left",
+            zh=f"模块身上多了属性：`{new}`。放进函数自己的字典，就不用写到模型上。",
+            en=f"Modules have new attributes: `{new}`. Put it into a dictionary of your function's own, and nothing need be written "
+            "onto the model.",
+        )
 
 
 def _examine_kind(model):
@@ -85,13 +96,28 @@ def _examine_kind(model):
         )
 
 
-def _examine_left_after_error(model):
+def _examine_left_after_error(model, settings):
     if _hook_count(model):
         refuse(
             "left_after_error",
             zh="前向中途出错时，你的钩子留在了模型上。",
             en="When forward fails midway, your hooks stay on the model.",
         )
+    if _settings(model) != settings:
+        refuse(
+            "changed_after_error",
+            zh="前向中途出错时，模型没有变回原样：有的 `training`、`inplace` 或 `requires_grad` 停在了改过的值上。",
+            en="When forward fails midway, the model is not put back as it was: some `training`, `inplace` or `requires_grad` keeps the "
+            "changed value.",
+        )
+
+
+def _refuse_swallowed():
+    refuse(
+        "swallowed",
+        zh="前向报错了，你的函数却把错误吞掉了：调用的人会以为一切正常。",
+        en="The forward raised, and your function swallowed the error: the caller would believe that all is well.",
+    )
 
 
 def _refuse_what_backward_hooks_raise(error):
@@ -158,6 +184,7 @@ def examine_reverse(answer):
             _examine_one_input(answer)
             _examine_inputs(answer)
             _examine_inside(answer)
+            _examine_another(answer)
         except RuntimeError as error:
             _refuse_what_backward_hooks_raise(error)
 
@@ -168,12 +195,31 @@ def _step(layer, x):
     layer.zero_grad()
     output = layer(x)
     (output * LOSS).sum().backward()
-    return output, x.grad, [param.grad.clone() for param in layer.parameters()]
+    grads = [param.grad for param in layer.parameters()]
+    return output, x.grad, [None if grad is None else grad.clone() for grad in grads]
+
+
+def _examine_arrived(grad, param_grads):
+    if any(param_grad is None for param_grad in param_grads):
+        refuse(
+            "frozen",
+            zh="模块自己的参数不再收到梯度：反向之后，它们的 `.grad` 是 `None`。它们要照常训练。",
+            en="The module's own parameters receive no gradient any more: after backward their `.grad` is `None`. They should train as "
+            "before.",
+        )
+    if grad is None:
+        refuse(
+            "no_gradient",
+            zh="反向之后，输入的 `.grad` 是 `None`：没有梯度传回去。梯度是在前向时断的，还是钩子返回的元组里只有 `None`？",
+            en="After backward the `.grad` of the input is `None`: no gradient gets back. Was it cut off in forward, or does the tuple "
+            "that your hook returns hold nothing but `None`?",
+        )
 
 
 def _examine_one_input(answer):
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
     output, grad, param_grads = _step(layer, x)
+    count = _hook_count(layer)
     handle = answer(layer, STRENGTH)
     if not callable(getattr(handle, "remove", None)):
         refuse(
@@ -195,6 +241,7 @@ def _examine_one_input(answer):
             zh="前向的输出变了。只有反向的梯度该变。",
             en="The output of forward has changed. Only gradients in backward should.",
         )
+    _examine_arrived(got, got_params)
     _examine_parameters(got_params, param_grads, reached=not torch.allclose(got, grad))
     _examine_left(got, grad)
     if not torch.allclose(_step(layer, x)[1], -STRENGTH * grad):
@@ -212,6 +259,28 @@ def _examine_one_input(answer):
             zh="取下句柄之后重跑前向和反向，梯度还是被改了：这个句柄管的不是你的钩子。",
             en="After the handle was removed, a new forward and backward still change the gradient: the handle does not belong to "
             "your hook.",
+        )
+    if _hook_count(layer) > count:
+        refuse(
+            "second_hook",
+            zh="句柄已经 `.remove()`，模块上还留着你的另一个钩子。一个句柄要能取下全部。",
+            en="After `.remove()` of the handle another hook of yours is left on the module. One handle has to take off all.",
+        )
+
+
+def _examine_another(answer):
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    plain = _step(layer, x)[1]
+    handles = [answer(layer, STRENGTH), answer(nn.Linear(3, 2), 6 * STRENGTH)]
+    got = _step(layer, x)[1]
+    for handle in handles:
+        handle.remove()
+    if not torch.allclose(got, -STRENGTH * plain):
+        refuse(
+            "another_module",
+            zh="`reverse` 又用在了另一个模块上，`strength` 不同；经过第一个模块的梯度就不对了。每个钩子只管自己的模块，用自己的数。",
+            en="`reverse` was used on another module as well, with another `strength`, and now the gradient through the first one is "
+            "wrong. Each hook belongs to its own module and has a number of its own.",
         )
 
 
@@ -297,7 +366,7 @@ def _examine_inputs(answer):
     handle.remove()
     want = [-STRENGTH * share * blend.weight.detach() * LOSS for share in (0.25, 0.75)]
     for place, got, wanted in ((1, first, want[0]), (1, left.grad, want[0]), (3, right.grad, want[1])):
-        if not torch.allclose(got, wanted):
+        if got is None or not torch.allclose(got, wanted):
             refuse(
                 "some_inputs",
                 zh=f"只有一个输入时是对的；有 3 个输入（第 1、3 个是张量）时，第 {place} 个的梯度不对。",
@@ -417,6 +486,28 @@ def reverse_deaf(module, strength):
     return nn.Linear(1, 1).register_forward_hook(lambda *args: None)
 
 
+def reverse_with_two(module, strength):
+    module.register_forward_hook(lambda *args: None)
+    return reverse(module, strength)
+
+
+def reverse_frozen(module, strength):
+    module.requires_grad_(False)
+    return reverse(module, strength)
+
+
+def reverse_by_global(module, strength):
+    _numbers.update(strength=strength)
+    return module.register_full_backward_hook(
+        lambda module, grad_input, _: tuple(
+            None if grad is None else grad * -_numbers["strength"] for grad in grad_input
+        )
+    )
+
+
+_numbers: dict[str, float] = {}  # of a wrong answer that keeps it in one place for all modules
+
+
 def reverse_everywhere(module, strength):
     return nn.modules.module.register_module_full_backward_hook(
         lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
@@ -448,6 +539,12 @@ REVERSE = Exercise(
         "still_there": reverse_deaf,
         "changed_output": reverse_output,
         "everywhere": reverse_everywhere,
+        "second_hook": reverse_with_two,
+        "frozen": reverse_frozen,
+        "no_gradient": lambda module, strength: module.register_full_backward_hook(
+            lambda module, grad_input, grad_output: (None,) * len(grad_input)
+        ),
+        "another_module": reverse_by_global,
     },
     zh="回到输入的梯度反了，模块自己的参数照常训练，别的路也没有受牵连。",
     en="The gradient towards the inputs is reversed, the module's own parameters train as before, and no other way is affected.",
@@ -475,13 +572,17 @@ def gradient_norms(model, loss_fn):
 
 
 class _Pictures(nn.Module):
-    """A small convolution net: one ReLU that is not in place, one in place two levels down, one in place at the end."""
+    """A small convolution net: one ReLU that is not in place, one in place two levels down, one in place at the end.
+
+    The one that runs last is defined first.
+    """
 
     def __init__(self):
         super().__init__()
+        self.act = nn.ReLU(inplace=True)
         self.stem, self.relu = nn.Conv2d(1, 4, 3), nn.ReLU()
         self.body = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)), nn.Flatten())
-        self.neck, self.act, self.head = nn.Linear(64, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)
+        self.neck, self.head = nn.Linear(64, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.act(self.neck(self.body(self.relu(self.stem(x))))))
@@ -490,22 +591,31 @@ class _Pictures(nn.Module):
 def examine_gradient_norms(answer):
     torch.manual_seed(22)  # a net in which no ReLU is dead
     model, batch = _Pictures(), torch.randn(2, 1, 8, 8)
-    runs = []
+    runs, backwards = [], []
 
     def loss_fn(model):
         runs.append("run")
-        return model(batch).square().sum()
+        loss = model(batch).square().sum()
+        loss.register_hook(lambda grad: backwards.append("run"))
+        return loss
 
     twin = copy.deepcopy(model)
-    want, settings = gradient_norms(twin, loss_fn), _settings(model)
+    want, settings, attributes = gradient_norms(twin, loss_fn), _settings(model), _attributes(model)
     runs.clear()
+    backwards.clear()
     others = model.head.register_forward_hook(lambda module, args, output: None)
     try:
         got = answer(model, loss_fn)
     except (RuntimeError, TypeError, AttributeError) as error:
         _refuse_what_backward_hooks_raise(error)
     count = len(runs)
-    _examine_left_alone(model, settings, others)
+    _examine_left_alone(model, settings, attributes, others)
+    if count == 1 and len(backwards) > 1:
+        refuse(
+            "backward_often",
+            zh=f"反向跑了 {len(backwards)} 次，一次就够：每个 ReLU 的梯度都在同一次反向里经过。",
+            en=f"Backward ran {len(backwards)} times; once is enough: the gradients of all ReLUs pass in the same one.",
+        )
     if count == 1:
         _examine_same_gradients(model, twin)
     _examine_norms(got, want, model, loss_fn)
@@ -515,7 +625,21 @@ def examine_gradient_norms(answer):
             zh=f"`loss_fn` 被调用了 {count} 次，一次就够：真的模型跑一次很贵。",
             en=f"`loss_fn` was called {count} times; once is enough: with a real model a run is dear.",
         )
-    _examine_failing(answer)
+    _examine_next_model(answer)
+    for error in (_BrokenForward, _BrokenData):
+        _examine_failing(answer, error)
+
+
+def _examine_next_model(answer):
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3)
+    got = answer(model, lambda model: model(x).sum())
+    if old := [name for name in got if name != "1"]:
+        refuse(
+            "from_before",
+            zh=f"第二个模型的字典里还有 `{old[0]}`：那是上一个模型的层。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
+            en=f"The dict for a second model still has `{old[0]}`: a layer of the model before. Each call has to begin with an empty "
+            "one; a default argument `={}` is made only once.",
+        )
 
 
 def _examine_same_gradients(model, twin):
@@ -577,6 +701,12 @@ def _close(got, want):
 def _examine_values(got, want, model, loss_fn):
     if _close(got, want):
         return
+    if _close(dict(enumerate(sorted(got.values()))), dict(enumerate(sorted(want.values())))):
+        refuse(
+            "other_order",
+            zh="数都对，名字配错了：各层运行的次序，不一定是定义的次序。",
+            en="The numbers are right and stand at the wrong names: layers need not run in the order in which they are defined.",
+        )
     at_inputs, outputs = _other_norms(copy.deepcopy(model), loss_fn)
     if _close(got, at_inputs):
         refuse(
@@ -622,16 +752,25 @@ class _BrokenForward(RuntimeError):
     pass
 
 
-def _examine_failing(answer):
+class _BrokenData(LookupError):
+    pass
+
+
+def _examine_failing(answer, error):
     model = _Pictures()
+    settings, passed_on = _settings(model), False
 
     def fails(model):
         model.stem(torch.zeros(1, 1, 8, 8))
-        raise _BrokenForward("this loss_fn fails on purpose")
+        raise error("this loss_fn fails on purpose")
 
-    with suppress(_BrokenForward):
+    try:
         answer(model, fails)
-    _examine_left_after_error(model)
+    except error:
+        passed_on = True
+    _examine_left_after_error(model, settings)
+    if not passed_on:
+        _refuse_swallowed()
 
 
 def _norms(
@@ -685,6 +824,19 @@ def norms_last_name(model, loss_fn):
     return norms
 
 
+def norms_in_order(model, loss_fn):
+    """Takes the order in which the layers run for that in which they are defined."""
+    norms, handles = [], []
+    for _, module in _relus(model):
+
+        def hang(module, args, output):
+            output.register_hook(lambda grad: norms.append(grad.norm().item()))
+
+        handles.append(module.register_forward_hook(hang))
+    _then_remove(handles, lambda: loss_fn(model).backward())
+    return dict(zip([name for name, _ in _relus(model)], reversed(norms), strict=True))
+
+
 def norms_cleared(model, loss_fn):
     norms = _norms(clean_up=_leave)(model, loss_fn)
     for module in model.modules():
@@ -722,6 +874,49 @@ def norms_out_of_place(model, loss_fn):
     return _norms_by("register_full_backward_hook", _look_backward)(model, loss_fn)
 
 
+def norms_one_backward_each(model, loss_fn):
+    outputs, handles = {}, []
+    for name, module in _relus(model):
+        keep = lambda module, args, output, name=name: outputs.update({name: output})  # noqa: E731
+        handles.append(module.register_forward_hook(keep))
+    loss = _then_remove(handles, lambda: loss_fn(model))
+    return {
+        name: torch.autograd.grad(loss, output, retain_graph=True)[0].norm().item()
+        for name, output in outputs.items()
+    }
+
+
+def norms_on_module(model, loss_fn):
+    def keep(module, args, output):
+        output.retain_grad()
+        module.kept = output
+
+    handles = [module.register_forward_hook(keep) for _, module in _relus(model)]
+    _then_remove(handles, lambda: loss_fn(model).backward())
+    return {name: module.kept.grad.norm().item() for name, module in _relus(model)}
+
+
+def norms_by_default(model, loss_fn, norms={}):  # noqa: B006
+    norms.update(gradient_norms(model, loss_fn))
+    return norms
+
+
+def norms_in_place_lost(model, loss_fn):
+    """Takes the layers out of place, and forgets them when forward raises."""
+    flags = [(module, module.inplace) for _, module in _relus(model)]
+    norms = norms_out_of_place(model, loss_fn)
+    for module, flag in flags:
+        module.inplace = flag
+    return norms
+
+
+def norms_swallowed(model, loss_fn):
+    try:
+        return gradient_norms(model, loss_fn)
+    except Exception:
+        return {}
+
+
 def norms_run_twice(model, loss_fn):
     loss_fn(model)
     return gradient_norms(model, loss_fn)
@@ -743,11 +938,17 @@ GRADIENT_NORMS = Exercise(
         "missing_layers": _norms(modules="named_children"),
         "other_layers": _norms(kinds=(nn.ReLU, nn.Linear, nn.Conv2d)),
         "not_numbers": _norms(measure=lambda grad: grad.norm()),
+        "other_order": norms_in_order,
         "wrong_values": _norms(measure=lambda grad: grad.abs().mean().item()),
         "nothing_arrived": _norms(backward=False),
         "changed_model": norms_out_of_place,
         "changed_gradient": _norms_by("register_forward_hook", _change),
         "ran_twice": norms_run_twice,
+        "backward_often": norms_one_backward_each,
+        "attribute_left": norms_on_module,
+        "from_before": norms_by_default,
+        "changed_after_error": norms_in_place_lost,
+        "swallowed": norms_swallowed,
         "legacy_hook": _norms_by("register_backward_hook", _look_backward),
         "not_a_dict": lambda model, loss_fn: list(gradient_norms(model, loss_fn).values()),
     },
@@ -823,6 +1024,21 @@ class _Residual(nn.Module):
         return hidden + self.head(self.activation(hidden))
 
 
+class _Twice(nn.Module):
+    """The same weights each time: one ReLU, called twice."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(3)
+        self.stem, self.activation, self.body = nn.Linear(3, 6), activation, nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+        torch.set_rng_state(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.activation(self.body(self.activation(self.stem(x)))))
+
+
 def _plain_gradient(net, x):
     x = x.detach().clone().requires_grad_()
     return torch.autograd.grad(net(x).sum(), x)[0]
@@ -833,28 +1049,53 @@ def examine_guided_gradient(answer):
     model, before = _seeing(), x.clone()
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    settings = _settings(model)
+    settings, attributes = _settings(model), _attributes(model)
     others = model.head.register_forward_hook(lambda module, args, output: None)
     try:
         got = answer(model, x)
     except RuntimeError as error:
         _refuse_what_backward_hooks_raise(error)
-    if x.requires_grad or x.grad is not None or not torch.equal(x, before):
-        refuse(
-            "changed_input",
-            zh="传进来的 `x` 变了：它原本不需要梯度，也没有 `.grad`。",
-            en="The `x` that was passed in has changed: it required no gradient and had no `.grad`.",
-        )
+    _examine_input(x, before)
     if any(param.grad is None or not (param.grad == 1).all() for param in model.parameters()):
         refuse(
             "filled_grad",
             zh="参数的 `.grad` 变了。只求 `x` 的梯度，参数的不该动。",
             en="The `.grad` of the parameters has changed. Only the gradient of `x` is wanted; leave theirs alone.",
         )
-    _examine_left_alone(model, settings, others)
+    _examine_left_alone(model, settings, attributes, others)
     _examine_guided(got, x)
     _examine_residual(answer)
+    _examine_used_twice(answer)
     _examine_guided_failing(answer)
+
+
+def _examine_input(x, before):
+    if x.requires_grad or x.grad is not None or not torch.equal(x, before):
+        refuse(
+            "changed_input",
+            zh="传进来的 `x` 变了：它原本不需要梯度，也没有 `.grad`。",
+            en="The `x` that was passed in has changed: it required no gradient and had no `.grad`.",
+        )
+
+
+def _examine_used_twice(answer):
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
+    given = x.clone().requires_grad_()
+    got = answer(_Twice(nn.ReLU()), given)
+    if not torch.allclose(got, _plain_gradient(_Twice(_Guided()), x), atol=1e-6):
+        refuse(
+            "used_twice",
+            zh="模型里有一个 ReLU 调用了两次，结果就不对了：两次的输入不同，一次调用里记下的东西不能给另一次用。",
+            en="In a model that calls one ReLU twice the result is wrong: the two inputs differ, and what was noted in one call does not "
+            "serve the other.",
+        )
+    if not given.requires_grad or given.grad is not None:
+        refuse(
+            "switched_input",
+            zh="这一次的 `x` 原本就需要梯度，没有 `.grad`；你的函数返回以后不是这样了。不要改 `x`：用一个自己的张量。",
+            en="This time `x` required a gradient to begin with, and had no `.grad`; after your function it is otherwise. Do not alter "
+            "`x`: use a tensor of your own.",
+        )
 
 
 def _examine_residual(answer):
@@ -911,10 +1152,16 @@ def _examine_guided(got, x):
 
 
 def _examine_guided_failing(answer):
-    model = _seeing()
-    with suppress(RuntimeError):
-        answer(model, torch.randn(1, 1, 5, 5))  # too small: a linear layer refuses it
-    _examine_left_after_error(model)
+    model, x, passed_on = _seeing(), torch.randn(1, 1, 5, 5), False  # too small: a linear layer refuses it
+    settings, before = _settings(model), x.clone()
+    try:
+        answer(model, x)
+    except RuntimeError:
+        passed_on = True
+    _examine_left_after_error(model, settings)
+    _examine_input(x, before)
+    if not passed_on:
+        _refuse_swallowed()
 
 
 def _clamp(module, grad_input, grad_output):
@@ -949,6 +1196,46 @@ def guided_inputs(model, x):
 def guided_on_x(model, x):
     x.requires_grad_()
     return _then_remove(_hung(model), lambda: torch.autograd.grad(model(x).sum(), x)[0])
+
+
+def guided_switching_x(model, x):
+    try:
+        return guided_on_x(model, x)
+    finally:
+        x.requires_grad_(False)
+
+
+def guided_by_mask(model, x):
+    positive, handles = {}, []
+    for _, relu in _relus(model):
+        handles += [
+            relu.register_forward_hook(lambda module, args, output: positive.update({module: output > 0})),
+            relu.register_full_backward_hook(
+                lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0) * positive[module],)
+            ),
+        ]
+    image = x.detach().requires_grad_()
+    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
+def guided_on_module(model, x):
+    for module in model.modules():
+        module.seen = True
+    return guided_gradient(model, x)
+
+
+def guided_in_eval(model, x):
+    model.eval()
+    grad = guided_gradient(model, x)
+    model.train()
+    return grad
+
+
+def guided_swallowed(model, x):
+    try:
+        return guided_gradient(model, x)
+    except RuntimeError:
+        return torch.zeros_like(x)
 
 
 def guided_by_backward(model, x):
@@ -993,6 +1280,11 @@ GUIDED_GRADIENT = Exercise(
         "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
         "wrong_type": _guided(finish=lambda grad: (grad,)),
         "changed_input": guided_on_x,
+        "switched_input": guided_switching_x,
+        "used_twice": guided_by_mask,
+        "attribute_left": guided_on_module,
+        "changed_after_error": guided_in_eval,
+        "swallowed": guided_swallowed,
         "filled_grad": guided_by_backward,
         "changed_model": guided_frozen,
         "removed_others": guided_cleared,

@@ -54,12 +54,61 @@ class _Broken(nn.Module):
         return self.second(self.first(x))
 
 
+class _Stumbling(nn.Module):
+    """The second layer raises an error that is no RuntimeError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), nn.Linear(3, 2)
+        self.second.register_forward_pre_hook(_stumble)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _stumble(module, args):
+    raise LookupError("this layer fails on purpose")
+
+
+def _watched(model):
+    """A list of what each module of the model will be given."""
+    passed = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: passed.extend(args))
+    return passed
+
+
+def _result(answer, model, x, passed):
+    """The answer's result on a model in which only tensors should pass."""
+    try:
+        return answer(model, x)
+    except Exception:
+        if other := [type(value).__name__ for value in passed if not isinstance(value, Tensor)]:
+            refuse(
+                "replaced_output",
+                zh=f"模型里传的不再是张量，而是 `{other[0]}`：有个钩子把输出换掉了。看看它返回了什么。",
+                en=f"What passes through the model is no tensor any more but a `{other[0]}`: a hook replaced an output. See what it "
+                "returns.",
+            )
+        raise
+
+
+def _examine_grad_mode():
+    if not torch.is_grad_enabled():
+        refuse(
+            "grad_left_off",
+            zh="你的函数返回以后，梯度还是关着的：后面的代码都求不了梯度。用 `with torch.no_grad()`，出来时它会变回去。",
+            en="After your function has returned, gradients are still switched off: code that follows gets none. Use "
+            "`with torch.no_grad()`, which puts the mode back at its end.",
+        )
+
+
 def _examine_failure(answer, model):
     """The forward fails in the middle: the error must come through, and no hook stay."""
     before = _hung(model)
     try:
         answer(model, torch.ones(2, 4))
-    except RuntimeError:
+    except (RuntimeError, LookupError):
         pass
     else:
         refuse(
@@ -100,13 +149,13 @@ def output_shapes(model, x):
 
 
 class _Mixed(nn.Module):
-    """Every child changes the shape; `frozen` is a part that stays in eval while the rest trains."""
+    """Every child changes the shape, and the last is defined first; part of `frozen` stays in eval while the rest trains."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.head = nn.Linear(5, 2)
         self.stem = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
         self.frozen = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
-        self.head = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.frozen(self.stem(x)))
@@ -120,9 +169,26 @@ def examine_output_shapes(answer):
     for training in (True, False):
         model = _Mixed().train(training)
         model.frozen.eval()
+        model.frozen[2].train()  # Dropout that stays on
         model.stem.register_forward_hook(_user_hook)
         _examine_shapes(answer, model)
-    broken = _Broken()
+    _examine_next_model(answer)
+    for broken in (_Broken(), _Stumbling()):
+        _examine_shapes_failing(answer, broken)
+
+
+def _examine_next_model(answer):
+    got = answer(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4))
+    if old := [name for name in got if name in ("stem", "frozen", "head")]:
+        refuse(
+            "from_before",
+            zh=f"第二个模型的字典里还有 `{old[0]}`：那是上一个模型的层。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
+            en=f"The dict for a second model still has `{old[0]}`: a layer of the model before. Each call has to begin with an empty "
+            "one; a default argument `={}` is made only once.",
+        )
+
+
+def _examine_shapes_failing(answer, broken):
     broken.second.eval()
     flags, state = _flags(broken), {key: value.clone() for key, value in broken.state_dict().items()}
     _examine_failure(answer, broken)
@@ -137,13 +203,22 @@ def examine_output_shapes(answer):
 
 
 def _examine_shapes(answer, model):
-    x = torch.randn(3, 4)
-    hung, flags, names = _hung(model), _flags(model), _attributes(model)
+    x, runs, passed = torch.randn(3, 4), [], _watched(model)
+    model.head.register_forward_hook(lambda module, args, output: runs.append("run"))
+    hung, flags, names, tracking = _hung(model), _flags(model), _attributes(model), _tracking(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    got = answer(model, x)
-    _examine_dict(got, {"stem": (3, 6), "frozen": (3, 5), "head": (3, 2)})
+    got = _result(answer, model, x, passed)
+    _examine_grad_mode()
+    _examine_dict(got, {"head": (3, 2), "stem": (3, 6), "frozen": (3, 5)})
     _examine_state(model, state)
     _examine_flags(model, flags)
+    if _tracking(model) != tracking:
+        refuse(
+            "tracking_off",
+            zh="有的 BatchNorm 的 `track_running_stats` 变了：统计量这一次没有动，可是以后训练时也不会再动。",
+            en="`track_running_stats` of some BatchNorm has changed: its statistics did not move this time, but in later training "
+            "they will not either.",
+        )
     if _attributes(model) != names:
         new = sorted(
             {name for after, before in zip(_attributes(model), names, strict=True) for name in after - before}
@@ -155,6 +230,20 @@ def _examine_shapes(answer, model):
             "module.",
         )
     _examine_left(hung, model)
+    if len(runs) > 1:
+        refuse(
+            "ran_often",
+            zh=f"模型跑了 {len(runs)} 次。一次就够：钩子可以同时挂在所有的子模块上。",
+            en=f"The model ran {len(runs)} times. Once is enough: there may be hooks on all child modules at the same time.",
+        )
+
+
+def _sorted(shapes):
+    return sorted(str(tuple(shape)) for shape in shapes.values())
+
+
+def _tracking(model):
+    return [getattr(module, "track_running_stats", None) for module in model.modules()]
 
 
 def _flags(model):
@@ -172,7 +261,7 @@ def _examine_dict(got, want):
             zh=f"应当返回字典，得到的是 `{type(got).__name__}`。",
             en=f"Return a dict; found `{type(got).__name__}`.",
         )
-    if len(got) == 1 and set(got) < set(want):
+    if list(got) == list(want)[-1:]:
         refuse(
             "one_name",
             zh=f"三个子模块，字典里只有 `{next(iter(got))}` 一项：循环变量要到钩子触发时才去读，那时循环早就结束了。",
@@ -185,6 +274,13 @@ def _examine_dict(got, want):
             "wrong_names",
             zh=f"要的是直接子模块。多了 `{extra}`，少了 `{missing}`。",
             en=f"The direct child modules are wanted. Too many: `{extra}`; missing: `{missing}`.",
+        )
+    tuples = all(isinstance(shape, tuple) for shape in got.values())
+    if tuples and got != want and _sorted(got) == _sorted(want):
+        refuse(
+            "other_order",
+            zh="形状都对，名字配错了：子模块运行的次序，不一定是定义的次序。",
+            en="The shapes are right and stand at the wrong names: child modules need not run in the order in which they are defined.",
         )
     for name, shape in want.items():
         if not isinstance(got[name], tuple):
@@ -227,10 +323,10 @@ def _examine_flags(model, before):
     name = next(name for name in after if after[name] != before[name])
     refuse(
         "flags",
-        zh=f"`{name}` 原本的 `training` 是 `{before[name]}`，现在是 `{after[name]}`。`train()` 会把里面所有的模块一起改掉，"
+        zh=f"`{name}` 原本的 `training` 是 `{before[name]}`，现在是 `{after[name]}`。`train()` 和 `eval()` 会把里面所有的模块一起改掉，"
         "而它们原先并不一样。",
-        en=f"`training` of `{name}` was `{before[name]}` and is `{after[name]}` now. `train()` sets every module inside, and "
-        "they were not all the same before.",
+        en=f"`training` of `{name}` was `{before[name]}` and is `{after[name]}` now. `train()` and `eval()` set every module "
+        "inside, and they were not all the same before.",
     )
 
 
@@ -285,6 +381,37 @@ def shapes_mode_after_error(model, x):
     return shapes
 
 
+def shapes_returned(model, x):
+    shapes = {}
+
+    def hook_for(name):
+        return lambda module, args, output: shapes.setdefault(name, tuple(output.shape))
+
+    _shapes(model, x, _nothing, _nothing, hook_for)
+    return shapes
+
+
+def shapes_by_default(model, x, shapes={}):  # noqa: B006
+    shapes.update(output_shapes(model, x))
+    return shapes
+
+
+def shapes_one_by_one(model, x):
+    return {name: output_shapes(model, x)[name] for name, _ in model.named_children()}
+
+
+def shapes_untracked(model, x):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.track_running_stats = False
+    return _shapes(model, x, _nothing, _nothing)
+
+
+def shapes_without_gradients(model, x):
+    torch.set_grad_enabled(False)
+    return output_shapes(model, x)
+
+
 def shapes_one_name(model, x):
     shapes, handles = {}, []
     for name, child in model.named_children():
@@ -296,6 +423,25 @@ def shapes_one_name(model, x):
         for handle in handles:
             handle.remove()
     return shapes
+
+
+def shapes_in_order(model, x):
+    """Takes the order in which the layers run for that in which they are defined."""
+    training, shapes, names = {module: module.training for module in model.modules()}, [], []
+    handles = []
+    for name, child in model.named_children():
+        names.append(name)
+        handles.append(
+            child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+        )
+    try:
+        model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, flag in training.items():
+            module.training = flag
+    return dict(zip(names, shapes, strict=True))
 
 
 def shapes_on_module(model, x):
@@ -387,7 +533,13 @@ SHAPES = Exercise(
         "swallowed": shapes_swallowed,
         "attribute_left": shapes_on_module,
         "one_name": shapes_one_name,
+        "replaced_output": shapes_returned,
+        "from_before": shapes_by_default,
+        "ran_often": shapes_one_by_one,
+        "tracking_off": shapes_untracked,
+        "grad_left_off": shapes_without_gradients,
         "wrong_names": shapes_of_all,
+        "other_order": shapes_in_order,
         "wrong_shape": shapes_of_inputs,
         "no_tuple": lambda model, x: {name: list(shape) for name, shape in output_shapes(model, x).items()},
         "not_a_dict": lambda model, x: list(output_shapes(model, x).items()),
@@ -434,6 +586,17 @@ class _Reader(nn.Module):
         return (self.head(hidden), self.helper(hidden)) if self.training else self.head(hidden)
 
 
+class _Either(nn.Module):
+    """One of two layers, by a switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.way = nn.Linear(4, 2), nn.Linear(4, 2), "left"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.way)(x)
+
+
 NEVER = {"encoder.self_attn.out_proj", "helper.0", "helper.1", "helper.2"}
 INSIDE = {"encoder.linear1", "encoder.linear2", "encoder.dropout", "encoder.norm1", "encoder.norm2"}
 CALLED = {"embed", "norm", "head", "encoder.dropout1", "encoder.dropout2"} | INSIDE
@@ -441,8 +604,10 @@ CALLED = {"embed", "norm", "head", "encoder.dropout1", "encoder.dropout2"} | INS
 
 def examine_never_called(answer):
     model, tokens = _Reader().eval(), torch.zeros(2, 5, dtype=torch.long)
+    model.head.register_forward_hook(_user_hook)
     hung, flags = _hung(model), _flags(model)
     got = answer(model, tokens)
+    _examine_grad_mode()
     if _flags(model) != flags:
         refuse(
             "mode_changed",
@@ -458,8 +623,24 @@ def examine_never_called(answer):
             zh=f"在一个每层都会调用的模型上，应当返回空列表，得到的是 `{got}`。",
             en=f"On a model that calls every layer an empty list is expected; found `{got}`.",
         )
-    _examine_failure(answer, _Broken().eval())
+    _examine_other_way(answer)
+    for broken in (_Broken(), _Stumbling()):
+        _examine_failure(answer, broken.eval())
     _examine_runs(model.runs)
+
+
+def _examine_other_way(answer):
+    model, x = _Either().eval(), torch.ones(1, 4)
+    answer(model, x)
+    model.way = "right"
+    if set(got := answer(model, x)) != {"left"}:
+        refuse(
+            "from_before",
+            zh=f"同一个模型，第一次只调用 `left`，第二次只调用 `right`；第二次你给的是 `{got}`。第一次记下的东西还在吗？"
+            "默认参数只建一次，每次调用都要从头记。",
+            en=f"The same model calls only `left` the first time and only `right` the second; for the second you give `{got}`. Is what "
+            "the first call noted still there? A default argument is made only once; each call has to begin anew.",
+        )
 
 
 def _examine_runs(runs):
@@ -497,8 +678,7 @@ def _examine_names(got):
             zh="反了：你列出的，正是被调用过的那些。",
             en="The wrong way round: these are the ones that were called.",
         )
-    if len((CALLED | NEVER) - found) == 1:
-        name = next(iter((CALLED | NEVER) - found))
+    if (CALLED | NEVER) - found == {name := "helper.2"}:  # the last of them
         refuse(
             "one_name",
             zh=f"除了 `{name}`，所有的叶子模块都被你列出来了：循环变量要到钩子触发时才去读，那时循环早就结束了。",
@@ -667,6 +847,24 @@ def never_one_by_one(model, x):
     return missing
 
 
+def never_by_default(model, x, called=set()):  # noqa: B006
+    missing = never_called(model, x)
+    called |= {module for name, module in _leaves(model).items() if name not in missing}
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_cleared(model, x):
+    missing = never_called(model, x)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return missing
+
+
+def never_gradients_again(model, x):
+    torch.set_grad_enabled(False)
+    return never_called(model, x)
+
+
 def never_with_gradients(model, x):
     called = set()
     with register_module_forward_hook(lambda module, args, output: called.add(module)):
@@ -698,6 +896,9 @@ NEVER_CALLED = Exercise(
         "none_expected": lambda model, x: never_called(model, x) or None,
         "ran_often": never_one_by_one,
         "no_no_grad": never_with_gradients,
+        "from_before": never_by_default,
+        "removed_others": never_cleared,
+        "grad_left_off": never_gradients_again,
     },
     zh="一个不漏，也没有冤枉谁：钩子挂在模块自己身上，快路径就让开了。",
     en="None missed and none blamed: with hooks on the modules themselves, the fast path makes way.",
@@ -761,6 +962,17 @@ class _Backwards(nn.Module):
         return self.last(self.log(self.early(x)))
 
 
+class _Again(nn.Module):
+    """Runs one layer before the NaN and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.log = nn.Identity(), _Apply(torch.log)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.same(self.log(self.same(x)))
+
+
 X = torch.tensor([[1.0, -2.0], [4.0, 3.0]])
 WRONG_LAYER = {
     "outer": (
@@ -798,6 +1010,11 @@ WRONG_LAYER = {
         "{want} 返回嵌套的元组，NaN 在里面的那个元组里；你给的是 {got}。",
         "{want} returns a nested tuple, and the NaN is in the inner one; you give {got}.",
     ),
+    "called_twice": (
+        "这个模型里有一层跑了两次，一次没有 NaN，一次有；NaN 从 {want} 开始，你给的是 {got}。每次调用都要按算完的次序看。",
+        "In this model a layer runs twice, once without NaN and once with it; the NaN begins in {want}, you give {got}. Every "
+        "call counts, in the order in which they finish.",
+    ),
     "infinity": (
         "这个模型里只有无穷大，没有 NaN；应当返回 {want}，你给的是 {got}。",
         "In this model there is infinity and no NaN: {want} is expected; you give {got}.",
@@ -827,12 +1044,27 @@ def examine_first_nan(answer):
     _examine_first(answer, pair, "0", {}, "nested")
     _examine_first(answer, nn.Sequential(_Apply(lambda x: (x, None))), None, {}, "none_expected")
     _examine_first(answer, nn.Sequential(_Apply(lambda x: x / 0), nn.Identity()), None, {}, "infinity")
-    _examine_failure(answer, _Broken())
+    _examine_first(answer, _Again(), "log", {}, "called_twice")
+    log = _Apply(torch.log)
+    cleaned = nn.Sequential(log, _Apply(lambda x: x.nan_to_num().abs() + 1), log)
+    _examine_first(answer, cleaned, "0", {}, "called_twice")
+    for broken in (_Broken(), _Stumbling()):
+        _examine_failure(answer, broken)
+    runs = []
+    answer(nn.Sequential(_Apply(lambda x: runs.append("run") or x.log())), X)
+    if len(runs) != 1:
+        refuse(
+            "ran_often",
+            zh=f"模型跑了 {len(runs)} 次。一次就够：钩子可以同时挂在所有的层上。",
+            en=f"The model ran {len(runs)} times. Once is enough: there may be hooks on all layers at the same time.",
+        )
 
 
 def _examine_first(answer, model, want, reasons, otherwise):
+    model.register_forward_hook(_user_hook)
+    passed = _watched(model)
     hung = _hung(model)
-    got = answer(model, X)
+    got = _result(answer, model, X, passed) if otherwise == "later" else answer(model, X)
     if got is not None and not isinstance(got, str):
         refuse(
             "not_a_name",
@@ -956,6 +1188,50 @@ def nan_no_finally(model, x):
     return _first(found)
 
 
+def nan_returned(model, x):
+    found, handles = [], []
+    for name, layer in model.named_modules():
+
+        def hook(module, args, output, name=name):
+            if bad := _nan_in(output):
+                found.append(name)
+            return bad
+
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _first(found)
+
+
+def nan_by_layer(model, x):
+    seen, handles = {}, []
+    for name, layer in model.named_modules():
+        hook = lambda module, args, output, name=name: seen.update({name: _nan_in(output)})  # noqa: E731
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((name for name, bad in seen.items() if bad), None)
+
+
+def nan_one_by_one(model, x):
+    found = _collect(model, x, model.named_modules())
+    alone = [name for name, layer in model.named_modules() if _collect(model, x, [(name, layer)])]
+    return next((name for name in found if name in alone), None)
+
+
+def nan_cleared(model, x):
+    name = first_nan(model, x)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return name
+
+
 def nan_swallowed(model, x):
     try:
         return first_nan(model, x)
@@ -987,6 +1263,10 @@ FIRST_NAN = Exercise(
         "swallowed": nan_swallowed,
         "no_such_layer": nan_class_names,
         "partly": nan_everywhere,
+        "replaced_output": nan_returned,
+        "called_twice": nan_by_layer,
+        "ran_often": nan_one_by_one,
+        "removed_others": nan_cleared,
         "not_a_name": lambda model, x: _collect(model, x, model.named_modules()),
     },
     zh="先算完的先报，嵌套的也看得见，模型上什么也没有留下。",
