@@ -125,39 +125,58 @@ def compare_forwards(title: str, build: Callable, rounds: int, repeat: int, copi
     return kept
 
 
-def gradients_of_activations() -> list[bool]:
-    model, x, names = mlp()
-    ours, full = copy.deepcopy(model), copy.deepcopy(model)
-    f = features(ours, *names, keep=with_grad)
+def by_hand(copying: bool) -> Callable:
+    """A forward hook and a tensor hook on every layer; `copying` keeps a copy of the output as well."""
+
+    def make(model: nn.Module, names: list[str]) -> dict:
+        grads, kept = {}, {}
+        for name in names:
+
+            def take(module, args, output, name=name):
+                if copying:
+                    kept[name] = output.detach().clone()
+                output.register_hook(lambda grad: grads.update({name: grad}))
+
+            model.get_submodule(name).register_forward_hook(take)
+        return grads
+
+    return make
+
+
+def full_backward_hooks(model: nn.Module, names: list[str]) -> dict:
     grads = {}
     for name in names:
 
         def hook(module, grad_input, grad_output, name=name):
             grads[name] = grad_output[0]
 
-        full.get_submodule(name).register_full_backward_hook(hook)
-    by_hand, copying, kept = copy.deepcopy(model), copy.deepcopy(model), {}
-    for name in names:
+        model.get_submodule(name).register_full_backward_hook(hook)
+    return grads
 
-        def take(module, args, output, name=name):
-            output.register_hook(lambda grad: grads.update({name: grad}))
 
-        def take_and_copy(module, args, output, name=name):
-            kept[name] = output.detach().clone()
-            output.register_hook(lambda grad: grads.update({name: grad}))
-
-        by_hand.get_submodule(name).register_forward_hook(take)
-        copying.get_submodule(name).register_forward_hook(take_and_copy)
+def gradients_of_activations(copies: int = 5) -> list[bool]:
+    """As in `compare_forwards`, `copies` of each contender."""
+    model, x, names = mlp()
     x = x.requires_grad_()
-    contenders = {
-        "plain": lambda: model(x).sum().backward(),
-        "forward hook + tensor hook by hand": lambda: by_hand(x).sum().backward(),
-        "the same, with a copy of the output": lambda: copying(x).sum().backward(),
-        "features(keep=with_grad)": lambda: ours(x).sum().backward(),
-        "full backward hooks": lambda: full(x).sum().backward(),
+    makers: dict[str, Callable] = {
+        "plain": lambda model, names: {},
+        "forward hook + tensor hook by hand": by_hand(copying=False),
+        "the same, with a copy of the output": by_hand(copying=True),
+        "features(keep=with_grad)": lambda model, names: features(model, *names, keep=with_grad),
+        "full backward hooks": full_backward_hooks,
     }
-    seconds = medians(contenders, rounds=60, repeat=10)
-    assert f[names[0]].grad is not None
+    contenders, found = {}, {}
+    todo = [(name, number) for name in makers for number in range(copies)]
+    random.Random(0).shuffle(todo)
+    for name, number in todo:
+        own = copy.deepcopy(model)
+        found[name, number] = makers[name](own, names)
+        contenders[name, number] = lambda own=own: own(x).sum().backward()
+    each = medians(contenders, rounds=40, repeat=10)
+    for number in range(copies):
+        assert found["features(keep=with_grad)", number][names[0]].grad is not None
+        assert len(found["full backward hooks", number]) == len(names)
+    seconds = {name: statistics.mean(each[name, number] for number in range(copies)) for name in makers}
     print("gradients of all 24 activations, forward and backward of the MLP")
     for name, value in seconds.items():
         print(f"  {name:38} {value * 1e6:10.0f} us   {value / seconds['plain']:6.3f} x plain")
@@ -237,10 +256,11 @@ def spread(costs: dict[int, float]) -> float:
 
 
 def main() -> bool:
-    kept = compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=10, copies=5)
+    kept = gradients_of_activations()
+    kept += compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=10, copies=5)
     kept += compare_forwards("20-block conv net", conv_net, rounds=40, repeat=3, copies=3)
     kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=31, repeat=1)
-    kept += gradients_of_activations() + early_stop() + other_modes() + growth()
+    kept += early_stop() + other_modes() + growth()
     return all(kept)
 
 
