@@ -97,12 +97,13 @@ def notebook_solutions():
 
 
 @pytest.mark.parametrize("item", EXERCISES, ids=by_id)
-def test_the_folded_solution_in_the_notebook_passes(item):
+def test_the_folded_solution_in_the_notebook_passes_also_where_gradients_are_switched_off(item):
     code = notebook_solutions()[item.id]
     namespace = {"torch": torch, "nn": torch.nn}
     exec(code, namespace)
     answer = namespace[re.search(r"^def (\w+)", code, re.MULTILINE)[1]]
-    assert check.exercise(item.id, answer).kind == "right"
+    with torch.no_grad():
+        assert check.exercise(item.id, answer).kind == "right"
 
 
 def test_every_check_stands_in_a_notebook():
@@ -197,11 +198,6 @@ def test_a_check_leaves_the_random_numbers_as_they_were():
     before = torch.get_rng_state()
     check.exercise("11.A", lambda loss, tensor: torch.randn(2, 3))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_check_works_where_gradients_are_switched_off():
-    with torch.no_grad():
-        assert all(check.exercise(item, item.solution).kind == "right" for item in EXERCISES)
 
 
 @pytest.mark.parametrize("wanted", ["11.Z", "", "twelve", 11])
