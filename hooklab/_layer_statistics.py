@@ -100,16 +100,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             if not is_grad_enabled():
                 return
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                if tensor.requires_grad:
-                    hooks = (tensor._backward_hooks or {}) if tensor.is_leaf else None
-                    if hooks and arrived in hooks.values():  # the same leaf as in an earlier call
-                        continue
-                    if hooks is None and any(tensor is given for given in tensors_in(args)):
-                        # Handed through, as by nn.Identity: a recomputation meets the same Node again.
-                        met = tensor.grad_fn.metadata.setdefault(__name__, [])
-                        if arrived in met:
-                            continue
-                        met.append(arrived)
+                if tensor.requires_grad and not _hung_already(arrived, tensor, args):
                     handle = tensor.register_hook(arrived)
                     if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
                         # Of leaves that are gone there is nothing to remove.
@@ -117,6 +108,18 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
                         self._handles.append(handle)
 
         return hook
+
+
+def _hung_already(hook: Callable, tensor: Tensor, args: tuple) -> bool:
+    """True if the layer has returned this tensor before, since it is not its own: a leaf, or its input."""
+    if tensor.is_leaf:
+        return hook in (tensor._backward_hooks or {}).values()
+    if not any(tensor is given for given in tensors_in(args)):
+        return False
+    # Handed through, as by nn.Identity: computing a checkpoint again meets the same Node.
+    noted = tensor.grad_fn.metadata.setdefault(__name__, [])
+    noted.append(hook)
+    return hook in noted[:-1]
 
 
 def _row(name: str, figures: Statistics) -> tuple[str, ...]:

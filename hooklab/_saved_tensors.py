@@ -21,7 +21,7 @@ from hooklab._packing import (
     warn_of_nothing,
 )
 from hooklab._table import table
-from hooklab._walk import called_by_itself, leave
+from hooklab._walk import forget_interrupted, leave
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
 
@@ -161,8 +161,8 @@ class SavedTensors(Sequence[SavedTensor]):
     def _hang_on(self, module: nn.Module, name: str) -> None:
         def begin(module: nn.Module, args: tuple) -> None:
             if _thread() == self._thread:
-                if self._running and module is self._model and not called_by_itself(module):
-                    self._running.clear()
+                if module is self._model:
+                    forget_interrupted(self._running, module)
                 self._running.append((module, name))
 
         def end(module: nn.Module, args: tuple, output: object) -> None:

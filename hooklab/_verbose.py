@@ -10,7 +10,7 @@ from torch import nn
 from hooklab._features import NO_BACKWARD, Enough, graph_task
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
-from hooklab._walk import CALL, called_by_itself, leave, shapes
+from hooklab._walk import CALL, forget_interrupted, leave, shapes
 
 __all__ = ["Verbose"]
 
@@ -58,8 +58,8 @@ class Verbose(Installed):
         if graph_task() != NO_BACKWARD:
             return
         local = self._local
-        if local.stack and module is self._root and not called_by_itself(module):
-            local.stack.clear()
+        if module is self._root:
+            forget_interrupted(local.stack, module)
         if not local.stack:
             local.calls, local.reported, local.silent = {}, None, True
         # An error may be on its way already: a forward may call a layer while it handles one.

@@ -15,6 +15,7 @@ __all__ = [
     "behind",
     "called_by_itself",
     "first_shape",
+    "forget_interrupted",
     "leave",
     "map_tensors",
     "shapes",
@@ -50,15 +51,18 @@ def leave(running: list[tuple], module: nn.Module) -> bool:
 
 
 def called_by_itself(module: nn.Module) -> bool:
-    """True if a call of `module` is running inside another call of it.
-
-    If not, what a hook notes as running when `module` begins was interrupted from the keyboard: no hook ends that.
-    """
+    """True if a call of `module` is running inside another call of it."""
     calls, frame = 0, sys._getframe()
     while frame is not None:
         calls += frame.f_code is CALL and frame.f_locals["self"] is module
         frame = frame.f_back
     return calls > 1
+
+
+def forget_interrupted(running: list[tuple], root: nn.Module) -> None:
+    """A call of `root` begins: what is noted as running was interrupted from the keyboard, which no hook hears of."""
+    if running and not called_by_itself(root):
+        running.clear()
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -84,9 +88,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, PackedSequence):  # the rest of it are lengths and an order
         return tuple.__new__(PackedSequence, (function(value.data), *value[1:]))
-    if isinstance(value, tuple) and not isinstance(
-        value, Size
-    ):  # which holds numbers, and refuses tuple's constructor
+    if isinstance(value, Size):  # numbers; it refuses tuple's constructor
+        return value
+    if isinstance(value, tuple):
         items = [map_tensors(function, item) for item in value]
         # torch.return_types (what `torch.max` returns) refuse tuple's constructor; named tuples may have their own.
         return type(value)(items) if hasattr(value, "n_fields") else tuple.__new__(type(value), items)

@@ -418,7 +418,7 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
             return None
 
     def has(node: Node, name: str) -> bool:
-        return hasattr(type(node), name) and name != "saved_tensors"  # among which None may be: below
+        return hasattr(type(node), name) and name != "saved_tensors"  # see _add_saved
 
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 1_000 + 4 * len(nodes)))  # make_dot calls itself once per Node
@@ -426,23 +426,27 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
         with warnings.catch_warnings(), patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
             warnings.simplefilter("ignore")
             dot = torchviz.make_dot(t, params=names, show_saved=saved)
-        kept = []  # their ids must not be used again
-        for node in nodes if saved else ():
-            for tensor in (
-                read(node, "saved_tensors") if hasattr(type(node), "saved_tensors") else None
-            ) or ():
-                if tensor is not None:
-                    kept.append(tensor)
-                    dot.edge(str(id(tensor)), str(id(node)), dir="none")
-                    named = next((name for name, one in names.items() if one is tensor), "")
-                    dot.node(str(id(tensor)), f"{named}\n {_shape(tensor)}", fillcolor="orange")
     except Exception as error:
         raise NotDrawn(f"torchviz cannot draw this graph: {type(error).__name__}: {error}") from None
     finally:
         sys.setrecursionlimit(limit)
+    if saved:
+        functions = [node for node in nodes if hasattr(type(node), "saved_tensors")]
+        _add_saved(dot, {node: read(node, "saved_tensors") for node in functions}, names)
     ids: dict[str, str] = {}
     dot.body[:] = [_readable(statement, ids) for statement in dot.body]
     return dot.source
+
+
+def _add_saved(dot: Any, saved: dict[Node, Any], names: dict[str, Tensor]) -> None:
+    """A box for every tensor that a Function has saved. torchviz fails where one of them is None."""
+    for node, tensors in saved.items():
+        for tensor in tensors or ():
+            if tensor is None:
+                continue
+            name = next((name for name, one in names.items() if one is tensor), "")
+            dot.edge(str(id(tensor)), str(id(node)), dir="none")
+            dot.node(str(id(tensor)), f"{name}\n {_shape(tensor)}", fillcolor="orange")
 
 
 def _readable(statement: str, ids: dict[str, str]) -> str:

@@ -145,10 +145,9 @@ def with_grad(tensor: Tensor) -> Tensor:
 
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
-    say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint and for gradients that
-    come in batches (`is_grads_batched=True`). An output
-    that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is
-    hooked here.
+    say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint and for
+    gradients that come in batches (`is_grads_batched=True`). An output that is a leaf (an `nn.Identity` on your
+    own input) has a `.grad` of its own: read that one; nothing is hooked here.
 
     Args:
         tensor: any shape, dtype and device.

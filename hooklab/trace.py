@@ -19,7 +19,7 @@ from hooklab import _refuse
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import eager, hold, installed, outer_hooks, unhold
-from hooklab._walk import behind, called_by_itself, first_shape, leave, tensors_in
+from hooklab._walk import behind, first_shape, forget_interrupted, leave, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
 
@@ -158,8 +158,7 @@ class Trace:
         def hook(module: nn.Module, args: tuple) -> None:
             if root:
                 self._calls.clear()
-                if self._stack() and not called_by_itself(module):
-                    self._stack().clear()
+                forget_interrupted(self._stack(), module)
             self._calls[label] += 1
             where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
             self._stack().append((module, where, sys.exception()))
