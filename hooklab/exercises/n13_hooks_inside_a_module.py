@@ -802,25 +802,6 @@ def order_fails_when_frozen(model, x):
     return order
 
 
-def whole_model(model, x):
-    order, handles = [], []
-    for name, module in model.named_modules():
-
-        def hang(module, args, output, name=name):
-            if output.requires_grad:
-                output.register_hook(lambda grad: order.append(name))
-
-        handles.append(module.register_forward_hook(hang))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def inner_modules_too(model, x):
-    return _arrivals(model, x, [pair for pair in model.named_modules() if pair[0]])
-
-
 def _arrivals(model, x, layers, of=lambda args, output: output, switch_on=False):
     order, handles = [], []
     for name, layer in layers:
@@ -837,6 +818,14 @@ def _arrivals(model, x, layers, of=lambda args, output: output, switch_on=False)
     for handle in handles:
         handle.remove()
     return order
+
+
+def whole_model(model, x):
+    return _arrivals(model, x, model.named_modules())
+
+
+def inner_modules_too(model, x):
+    return _arrivals(model, x, [pair for pair in model.named_modules() if pair[0]])
 
 
 def arrivals_at_inputs(model, x):
