@@ -26,6 +26,8 @@ def agree(guess: Any, actual: Any) -> bool:
         return guess is actual
     if isinstance(guess, int) and isinstance(actual, int):
         return guess == actual
+    if isinstance(guess, set | frozenset) and len(guess) > 1:
+        return False  # it has no order
     if _holds_words(guess) or _holds_words(actual):
         if not (isinstance(guess, Iterable) and isinstance(actual, Iterable)):
             return False

@@ -76,7 +76,7 @@ def activations(stats: dict[str, Statistics]) -> str:
             low, high = figures.range
             shade = figures.history.double().sqrt().T.tolist()
             axes.imshow(
-                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest",
+                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest", vmin=0,
                 extent=(0.5, figures.calls + 0.5, low, high),
             )  # fmt: skip
             axes.set_title(name, fontsize=8, family="monospace")

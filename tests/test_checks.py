@@ -287,6 +287,8 @@ def test_the_check_printed_in_contributing_works_as_it_stands():
         ([24, 0], 24_000, False),
         ((8, 0), [8, 0], True),
         ("8, 0", [8, 0], True),
+        ({"Linear", "Sequential"}, ["Linear", "Sequential"], False),  # a set has no order
+        ({"Linear"}, ["Linear"], True),
     ],
 )
 def test_a_guess_is_compared_by_its_meaning(guess, actual, right):

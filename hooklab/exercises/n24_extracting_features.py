@@ -886,6 +886,7 @@ def examine_overwritten(answer):
             f"and both count; found `{sorted(got)}`. Do you note every call of a layer?",
         )
     _expect_names(got, {"first", "second"}, "每层调用两次的模型", "a model that calls each layer twice")
+    _examine_unchanged(answer)
     _examine_squeezenet(answer)
 
 
@@ -948,6 +949,18 @@ def _expect_names(got, want, where_zh, where_en):
             "wrong_names",
             zh=f"在{where_zh}上，漏掉的有 `{missing}`，多出来的有 `{extra}`（各列三个）。",
             en=f"On {where_en} these are missing: `{missing}`, and these are too many: `{extra}` (three of each at most).",
+        )
+
+
+def _examine_unchanged(answer):
+    model = nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    if _names_found(answer, model, torch.randn(6, 4)) != {"0"}:
+        refuse(
+            "by_values",
+            zh="`Softplus` 后面接了一个原地的 ReLU，收到的全是正数：写过了，数值却没变，也算改写。"
+            "比较数值是看不出来的。谁在记改写的次数？看第 6 节。",
+            en="Behind a `Softplus` a ReLU works in place on positive numbers only: it writes, and no value changes. That counts too, and "
+            "comparing values does not show it. What keeps count of edits? See section 6.",
         )
 
 
@@ -1060,6 +1073,9 @@ OVERWRITTEN = Exercise(
         ],
         "nothing_found": lambda model, x: _recording(
             model, x, Tensor.detach, lambda output, noted: not torch.equal(output, noted)
+        ),
+        "by_values": lambda model, x: _recording(
+            model, x, torch.clone, lambda output, before: not torch.equal(output, before)
         ),
         "relu_only": relu_only,
         "last_name": last_name,

@@ -324,8 +324,8 @@ HELD = Exercise(
         "not_a_number": lambda function, x: f"{held_bytes(function, x)} bytes",
         "returned_nothing": lambda function, x: print(end=str(held_bytes(function, x))[:0]),
     },
-    zh="每块内存一次，切片算整块，`x` 不算。这就是 `unique_bytes` 的做法。",
-    en="Each memory once, slices in full, `x` left out: just what `unique_bytes` does.",
+    zh="每块内存一次，切片算整块，`x` 不算。前两条 `unique_bytes` 也这样，但它把 `x` 算进去。",
+    en="Each memory once, slices in full, `x` left out. `unique_bytes` does the first two, but it counts `x`.",
 )
 
 # ---- 31.B: which tensors does it save? ----
@@ -832,7 +832,7 @@ CHECKS = [
     ),
     Prediction(
         "31.4",
-        zh="`eval()` 不关自动求导：卷积和 BatchNorm 照样存输入，ReLU 照样存结果。少掉的 1 %，是 BatchNorm 每批算出来的均值和标准差的倒数。",
+        zh="`eval()` 不关 autograd：卷积和 BatchNorm 照样存输入，ReLU 照样存结果。少掉的 1 %，是 BatchNorm 每批算出来的均值和标准差的倒数。",
         en="`eval()` does not switch autograd off: convolution and batch norm save their inputs, ReLU its result, as before. The "
         "1 % that is gone are the mean and the inverse standard deviation that batch norm computes of each batch.",
     ),

@@ -656,21 +656,21 @@ class _Halving(_Watched):
     def __init__(self, pair: Any, model: nn.Module):
         super().__init__(pair, self.rounded)
         self.params = {_place(param) for param in model.parameters()}
-        self.buffers = {_place(buffer) for buffer in model.buffers()}
+        self.buffers = {_place(buffer): name for name, buffer in model.named_buffers()}
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        own = _place(tensor) in self.params | self.buffers
+        own = _place(tensor) in self.params | set(self.buffers)
         return tensor.clone() if own or tensor.dtype != torch.float32 else tensor.bfloat16().float()
 
     def examine(self, tensor: Tensor, packed: Any) -> None:
         place, kept = _place(tensor), [part for part in within(packed) if isinstance(part, Tensor)]
-        if place in self.params | self.buffers and any(_place(one) != place for one in kept):
+        if place in self.params | set(self.buffers) and any(_place(one) != place for one in kept):
             kind = "slice" if tensor.storage_offset() else "parameter" if tensor.requires_grad else "detached"
             kind = "buffer" if place in self.buffers else kind
             zh, en = {
                 "buffer": (
-                    "缓冲区（比如 BatchNorm 的统计量）",
-                    "a buffer, such as the statistics of batch norm",
+                    f"缓冲区 `{self.buffers.get(place)}`",
+                    f"the buffer `{self.buffers.get(place)}`",
                 ),
                 "slice": ("一个参数的切片", "a slice of a parameter"),
                 "detached": ("一个参数的 `detach()`", "what `detach()` makes of a parameter"),
@@ -681,7 +681,7 @@ class _Halving(_Watched):
                 zh=f"打包时复制了{zh}，形状 `{list(tensor.shape)}`：它本来就在内存里，复制只会更多。",
                 en=f"Packing has made a copy of {en}, shape `{list(tensor.shape)}`: it lives anyway, and a copy only adds.",
             )
-        if tensor.dtype == torch.float32 and place not in self.params | self.buffers:
+        if tensor.dtype == torch.float32 and place not in self.params | set(self.buffers):
             size = sum({_place(one): one.untyped_storage().nbytes() for one in kept}.values())
             if size > tensor.nbytes // 2:
                 refuse(

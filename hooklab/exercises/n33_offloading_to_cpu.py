@@ -600,11 +600,14 @@ def zeros_store():
 def examine_zeros_store(answer):
     store = answer()
     if isinstance(store, type) or not all(callable(getattr(store, name, None)) for name in ("write", "read")):
-        found = f"the class {store.__name__}" if isinstance(store, type) else type(store).__name__
+        zh, en = f"`{type(store).__name__}`。", f"`{type(store).__name__}`."
+        if isinstance(store, type):
+            zh = f"类 `{store.__name__}` 本身，是不是少了一对括号？"
+            en = f"the class `{store.__name__}` itself: is a pair of parentheses missing?"
         refuse(
             "no_store",
-            zh=f"`zeros_store()` 应当返回一个有 `write` 和 `read` 的对象，得到的是 `{found}`。",
-            en=f"`zeros_store()` should return an object with `write` and `read`; found `{found}`.",
+            zh=f"`zeros_store()` 应当返回一个有 `write` 和 `read` 的对象，得到的是{zh}",
+            en=f"`zeros_store()` should return an object with `write` and `read`; found {en}",
         )
     torch.manual_seed(0)
     content = torch.randn(100_000)  # more than an index in int16 can count
@@ -1028,14 +1031,14 @@ def _examine_version(pack, store, matrix):
     if not torch.equal(old(), before):
         refuse(
             "rewritten",
-            zh="矩阵原地改动以后，先前打包的那一份也变了。",
+            zh="矩阵原地改写以后，先前打包的那一份也变了。",
             en="After the edit in place what had been packed before has changed too.",
         )
     _views_of_new = [pack(matrix.t()), pack(matrix[1])]
     if len(store.written) != 2:
         refuse(
             "moved_again",
-            zh=f"原地改动之后，新版本的 3 个视图，`store.write` 又调用了 {len(store.written) - 1} 次，应当是 1 次。",
+            zh=f"原地改写之后，新版本的 3 个视图，`store.write` 又调用了 {len(store.written) - 1} 次，应当是 1 次。",
             en=f"After the edit in place `store.write` was called {len(store.written) - 1} more times for 3 views of the new "
             "version; once is wanted.",
         )
@@ -1213,14 +1216,14 @@ VIEWS = Exercise(
 CHECKS = [
     Prediction(
         "33.1",
-        zh="登记的是 `pack` 和 `unpack`，也就是前面那对噪声钩子；`pack_hook` 定义了，却从未使用。名字差一个后缀，结果照样是 `True`，因为任何一对互逆的钩子都能通过这个检查。何况原文只打印 `allclose`，并不断言。",
+        zh="注册的是 `pack` 和 `unpack`，也就是前面那对噪声钩子；`pack_hook` 定义了，却从未使用。名字差一个后缀，结果照样是 `True`，因为任何一对互逆的钩子都能通过这个检查。何况原文只打印 `allclose`，并不断言。",
         en="What was registered is `pack` and `unpack`, the noise hooks from before; `pack_hook` was defined and never used. "
         "One suffix makes the difference, and the result is `True` all the same, since any two hooks that undo each other "
         "pass this test. Besides, the text only prints its `allclose` and asserts nothing.",
     ),
     Prediction(
         "33.2",
-        zh="`save_on_cpu()` 调用 `tensor.cpu()`，张量已经在 CPU 上，得到的就是它自己：没有副本，用了钩子，自动求导也不再检查版本，于是悄悄错成 5。`pin_memory=True` 总是新建一块内存复制过去，留住的是 1。文档说计算图已在 CPU 上时不复制，这只对前一种成立。",
+        zh="`save_on_cpu()` 调用 `tensor.cpu()`，张量已经在 CPU 上，得到的就是它自己：没有副本，用了钩子，autograd 也不再检查版本，于是悄悄错成 5。`pin_memory=True` 总是新建一块内存复制过去，留住的是 1。文档说计算图已在 CPU 上时不复制，这只对前一种成立。",
         en="`save_on_cpu()` calls `tensor.cpu()`; the tensor is on the CPU already, so it gets the tensor itself: no copy, and "
         "with hooks autograd no longer checks the version, hence a silent 5. `pin_memory=True` always copies into new memory "
         "and keeps the 1. The documentation says that nothing is copied if the graph is on the CPU already; that holds for "

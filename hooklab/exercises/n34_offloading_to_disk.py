@@ -119,7 +119,7 @@ def _examine_files(answer, folder):
         _examine_others(folder)
         refuse(
             "not_its_own",
-            zh="反向中途少了文件：有个文件在别的包还要用它时，就被删掉了。",
+            zh="反向中途少了文件：有个文件，别的已保存张量还要用，就被删掉了。",
             en="Half-way through backward a file was missing: it was deleted while something else that was packed still needed it.",
         )
     if not torch.allclose(x.grad, want, rtol=1e-4):
@@ -822,14 +822,14 @@ def _examine_edit(pair):
     except Exception as error:
         refuse(
             "other_error",
-            zh=f"小张量保存之后被原地修改，应当抛出 `RuntimeError`，抛出的却是 `{type(error).__name__}`。",
+            zh=f"小张量保存之后被原地改写，应当抛出 `RuntimeError`，抛出的却是 `{type(error).__name__}`。",
             en=f"A small tensor was edited in place after saving: a `RuntimeError` is wanted, raised was "
             f"`{type(error).__name__}`.",
         )
     else:
         refuse(
             "edit_unnoticed",
-            zh="一个小张量保存之后被原地修改，反向照样走完了，没有抛出 `RuntimeError`。",
+            zh="一个小张量保存之后被原地改写，反向照样走完了，没有抛出 `RuntimeError`。",
             en="A small tensor was edited in place after saving; backward went through all the same, without a `RuntimeError`.",
         )
     try:
@@ -857,7 +857,7 @@ def _examine_values(pair, kind):
         if x.grad is None or not torch.allclose(x.grad, x.detach().exp(), rtol=1e-4):
             refuse(
                 "not_restored",
-                zh=f"`pack` 返回的是 `{kind}` 时，形状 `{list(shape)}` 的张量还原错了（异常：`{said}`）。解包时，这个包交给谁去还原了？",
+                zh=f"`pack` 返回的是 `{kind}` 时，形状 `{list(shape)}` 的张量还原错了（异常：`{said}`）。解包时，打包的结果交给谁去还原了？",
                 en=f"With a `pack` that returns a `{kind}`, a tensor of shape `{list(shape)}` is not restored rightly (raised: "
                 f"`{said}`). Who was given it to restore?",
             )

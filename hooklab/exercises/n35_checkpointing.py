@@ -138,9 +138,9 @@ def _examine_freed(block: _Block):
     if alive := block.alive(1):
         refuse(
             "leaked",
-            zh=f"反向结束，返回值也删了，重算出来的激活值还有 {alive} 个占着内存：要么是 `gc` 收不走的循环引用，要么有什么比这次调用活得更久。",
+            zh=f"反向结束，返回值也删了，重算出来的激活值还有 {alive} 个占着内存：要么是 `gc` 收不走的引用环，要么有什么比这次调用活得更久。",
             en=f"Backward is over and the result is gone, yet {alive} recomputed activations stay in memory: held in a "
-            "cycle that `gc` cannot free, or by something that outlives the call.",
+            "reference cycle that `gc` cannot free, or by something that outlives the call.",
         )
 
 
@@ -900,7 +900,7 @@ def _examine_step(name, make, count, answer):
         got.gradients,
         want.gradients,
         "wrong_gradients",
-        zh=f"{where_zh}：梯度与普通训练不同。重算是从哪时候的缓冲区出发的？模块还在训练模式吗？",
+        zh=f"{where_zh}：梯度与普通训练不同。重算是从哪一刻的缓冲区出发的？模块还在训练模式吗？",
         en=f"{where_en}: the gradients differ from plain training. From which buffers does recomputing start? And are the modules "
         "in training mode?",
     )
@@ -1059,7 +1059,7 @@ BUFFERS = Exercise(
         "no_contexts": lambda block: (_note, _put),
         "raised": _swapped,
     },
-    zh="第二遍从同样的缓冲区出发，只更新了副本；算完，一切如旧。",
+    zh="第二遍从同样的缓冲区出发，算完再放回去，一点痕迹也不留。",
     en="The second run starts from the same buffers and leaves no trace in them.",
 )
 
