@@ -6,10 +6,12 @@ from torch import Tensor
 class CountingStore:
     def __init__(self) -> None:
         self.written = self.read_bytes = self.writes = self.reads = self.held = 0
+        self.dtypes: set = set()
 
     def write(self, tensor: Tensor) -> "Copy":
         self.writes += 1
         self.written += tensor.nbytes
+        self.dtypes.add(tensor.dtype)
         return Copy(self, tensor.clone())
 
     def read(self, slot: "Copy") -> Tensor:

@@ -57,11 +57,10 @@ def same(compute, *tensors, to=None, **options):
 
 
 def equal_bits(left, right):
-    return (
-        left.dtype == right.dtype
-        and torch.equal(left.isnan(), right.isnan())
-        and torch.equal(left.nan_to_num(), right.nan_to_num())
-    )
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (left, right))
+    return torch.equal(left, right)
 
 
 def nothing_lies_ready(offload):
@@ -239,7 +238,9 @@ def test_what_comes_back_has_shape_strides_and_dtype_as_before(compute):
         found = [getattr(node, name) for name in names]
         return [(t.shape, t.stride(), t.dtype, t.is_conj()) for t in found if isinstance(t, torch.Tensor)]
 
-    assert saved(contextlib.nullcontext()) == saved(Offload(to=CountingStore(), min_bytes=0))
+    offload = Offload(to=CountingStore(), min_bytes=0)
+    assert saved(contextlib.nullcontext()) == saved(offload)
+    assert offload.moved_bytes > 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -285,6 +286,8 @@ def test_masks_and_indices_move_too(store):
     mask, index = torch.arange(60) % 2 == 0, torch.arange(60).flip(0)
     offload = same(lambda x: x.masked_fill(mask, 0.0) * x.gather(0, index), leaf(60), to=store)
     assert offload.moved_bytes > mask.nbytes + index.nbytes
+    if isinstance(store, CountingStore):
+        assert store.dtypes == {torch.bool, torch.int64, torch.float32}
 
 
 def test_nan_inf_and_minus_zero_come_back(store):
@@ -305,8 +308,9 @@ def test_complex_numbers_and_their_conjugates(store):
 
 def test_a_conjugate_comes_back_as_one():
     a = leaf(5, dtype=torch.complex64)
-    with Offload(to=CountingStore(), min_bytes=0):
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
         y = a.conj() * a
+    assert offload.moved_bytes == 2 * a.nbytes
     assert [y.grad_fn._saved_self.is_conj(), y.grad_fn._saved_other.is_conj()] == [True, False]
 
 
@@ -387,6 +391,25 @@ def test_a_storage_that_is_used_again_is_another_one():
     assert offload.moved_bytes == 20 * 4000
 
 
+def test_one_memory_under_two_shapes_or_dtypes_is_two_tensors():
+    offload = same(lambda x: x[:2].sin().sum() + x[:3].sin().sum(), leaf(4, 5))
+    assert offload.moved_bytes == 2 * 20 + 3 * 20
+
+    class Signed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x.view(torch.int32))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, bits = ctx.saved_tensors
+            assert (x.dtype, bits.dtype) == (torch.float32, torch.int32)
+            return grad * x * bits.ge(0)
+
+    assert same(Signed.apply, leaf(6)).moved_bytes == 2 * 24
+
+
 # ---- edits in place ----
 
 
@@ -394,9 +417,10 @@ def test_a_storage_that_is_used_again_is_another_one():
 @pytest.mark.parametrize("min_bytes", [0, 10**6])
 def test_an_edit_after_saving_still_raises(keep, min_bytes):
     x = leaf(50)
-    with Offload(to=CountingStore(), keep=keep, min_bytes=min_bytes):
+    with Offload(to=CountingStore(), keep=keep, min_bytes=min_bytes) as offload:
         y = x.exp()
         z = y.sin()
+    assert (offload.moved_bytes > 0) == (keep == min_bytes == 0)
     with torch.no_grad():
         y.add_(1)
     with pytest.raises(
@@ -407,11 +431,12 @@ def test_an_edit_after_saving_still_raises(keep, min_bytes):
 
 def test_an_edit_through_a_view_still_raises_when_the_tensor_itself_is_gone():
     x = leaf(50)
-    with Offload(to=CountingStore(), min_bytes=0):
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
         base = x * 1.0
         z = base.view(5, 10).sin()  # the view is saved and gone; the base is edited
     with torch.no_grad():
         base.add_(1)
+    assert offload.moved_bytes > 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
 
@@ -448,8 +473,9 @@ def test_retain_graph_reads_again(store):
 
 def test_saved_attributes_may_be_read_twice(store):
     x = leaf(50)
-    with Offload(to=store, min_bytes=0):
+    with Offload(to=store, min_bytes=0) as offload:
         y = x.exp()
+    assert offload.moved_bytes == 200
     for _ in range(3):
         assert torch.equal(y.grad_fn._saved_result, y)
 
@@ -530,6 +556,7 @@ def test_part_of_a_graph_may_go_backward(store):
     x, w = leaf(50), leaf(50)
     with Offload(to=store, min_bytes=0) as offload:
         y = (x.exp() * w.exp()).sin()
+    assert offload.moved_bytes > 0
     (found,) = torch.autograd.grad(y.sum(), w, retain_graph=True)
     (again,) = torch.autograd.grad(y.sum(), w, retain_graph=True)
     (stock,) = torch.autograd.grad((x.exp() * w.exp()).sin().sum(), w)
@@ -654,6 +681,7 @@ def test_the_work_of_reading_ahead_grows_with_the_number_of_tensors_only(monkeyp
     once = x.grad.clone()
     first = len(calls)
     y.sum().backward()
+    assert (first > 0) == (prefetch > 0)
     assert first <= 3 * 400
     assert len(calls) <= 2 * 3 * 400
     assert torch.equal(x.grad, 2 * once)
@@ -665,6 +693,7 @@ def test_with_retain_graph_the_second_backward_reads_ahead_too():
     _, y, _ = chain(4, store, prefetch=80)
     y.sum().backward(retain_graph=True)
     first, store.log = store.log, []
+    assert {kind for kind, _ in first} == {"prefetch", "read"}
     y.sum().backward()
     assert store.log == first
 
@@ -958,13 +987,15 @@ def test_a_backward_that_edits_what_it_is_given_raises_as_in_plain_training():
             (x,) = ctx.saved_tensors
             return x.mul_(2).mul_(grad)
 
-    for context in (contextlib.nullcontext(), Offload(to="disk", min_bytes=0)):
+    offload = Offload(to="disk", min_bytes=0)
+    for context in (contextlib.nullcontext(), offload):
         w = torch.full((4,), 3.0, requires_grad=True)
         with context:
             x = w * 1.0
             y, z = x.sin(), Square.apply(x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (y + z).sum().backward()
+    assert offload.moved_bytes > 0
 
 
 def test_a_hint_that_fails_does_not_end_backward():
