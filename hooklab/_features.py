@@ -1,5 +1,6 @@
 """What `features` returns: the outputs of chosen layers, and a forward that ends as soon as they are there."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -12,14 +13,23 @@ from torch._C import _current_graph_task_id as graph_task
 from torch.compiler import is_compiling
 
 from hooklab._installed import Installed
+from hooklab._packing import outer_hooks
 from hooklab._select import groups, uncompiled
 from hooklab._walk import called_by_itself, map_tensors, tensors_in
 
-__all__ = ["NO_BACKWARD", "Enough", "Features", "graph_task"]
+__all__ = ["Enough", "Features", "recomputing"]
 
 # Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
 NO_BACKWARD = -1
 NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
+
+
+def recomputing() -> bool:
+    """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
+    if graph_task() != NO_BACKWARD or is_compiling():
+        return graph_task() != NO_BACKWARD
+    hooks = outer_hooks()
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
 class Enough(Exception):
@@ -90,8 +100,11 @@ class Features(Installed, Mapping[str, Any]):
         stops = [module.register_forward_hook(self._stop) for module, _ in self._groups]
         try:
             self._model(*args, **kwargs)
-        except Enough as enough:
-            if enough.of is not self:  # another one's: this run is inside it
+        except Exception as error:
+            # The model may have caught it and raised an error of its own instead.
+            while error is not None and getattr(error, "of", None) is not self:
+                error = error.__cause__ or error.__context__
+            if error is None:
                 raise
         finally:
             self._wanted.clear()
@@ -161,8 +174,11 @@ class Features(Installed, Mapping[str, Any]):
         return detaching if self._detaches else keeping
 
     def _look(self, name: str, output: Any) -> None:
+        (self._examine_untraced if is_compiling() else self._examine)(name, output)
+
+    def _examine(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
-        if graph_task() != NO_BACKWARD:
+        if recomputing() or not self._handles:
             return
         try:
             kept = self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
@@ -176,6 +192,8 @@ class Features(Installed, Mapping[str, Any]):
         if self._wanted and self._runs_here():
             self._wanted.discard(name)
 
+    _examine_untraced = torch._disable_dynamo(_examine)  # a compiler would take the version for a constant
+
     def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._wanted and graph_task() == NO_BACKWARD and self._runs_here():
             raise Enough(self)
@@ -187,23 +205,27 @@ class Features(Installed, Mapping[str, Any]):
     def _begin(self, module: nn.Module, args: tuple) -> None:
         # Under torch.compile there is one thread: the tracer knows no get_ident, and would warn.
         thread, running = 0 if is_compiling() else get_ident(), self._running
-        if graph_task() != NO_BACKWARD:
+        if recomputing() or not self._handles:
             return
-        if running and thread in running and not called_by_itself(module):
-            running.remove(thread)  # a forward that was interrupted from the keyboard
+        if running and thread in running:
+            if not called_by_itself(module):
+                running.remove(thread)  # a forward that was interrupted from the keyboard
+        elif running and thread:
+            alive = sys._current_frames()
+            running[:] = [other for other in running if other in alive]  # the rest ended in their forwards
         if not running:
             self._forwards += 1
             self._log.clear()
             self._alone.clear()
             self._sorted = NOTHING
             self._no_shortcuts()
-            if not self._wanted:
+            if not self._wanted and thread:
                 (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(True)
         running.append(thread)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = 0 if is_compiling() else get_ident(), self._running
-        if thread in running and graph_task() == NO_BACKWARD:
+        if thread in running and not recomputing():
             running.remove(thread)
             if not running:
                 self._no_shortcuts()

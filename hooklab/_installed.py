@@ -21,6 +21,11 @@ class Installed:
         return self
 
     def __enter__(self) -> Self:
+        if not self._handles:
+            raise RuntimeError(
+                f"{type(self).__name__}: its hooks have been removed, and do not come back; call the function again "
+                "for new ones"
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 
-from hooklab._features import NO_BACKWARD, graph_task
+from hooklab._features import recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short, unbatched
@@ -30,7 +30,9 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             for module, names in groups(layers):
                 running = Running(bins, range)  # one for all names of a shared module
                 self._running.update(dict.fromkeys(names, running))
-                self._handles.append(module.register_forward_hook(hook_for(running)))
+                self._handles.append(
+                    module.register_forward_hook(hook_for(running), with_kwargs=of != "output")
+                )
         except BaseException:
             self.remove()
             raise
@@ -58,7 +60,10 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
                     "run the model and backward() inside the block (a view that the next layer edits in place, as after "
                     "nn.Flatten, gets none: use inplace=False there)"
                 )
-            raise KeyError(f"layer_statistics: no {missing} of {name!r} yet; {todo}")
+            raise KeyError(
+                f"layer_statistics: no {missing} of {name!r} yet; {todo} (a compiled model may ignore hooks: compile it "
+                "inside the block, after torch.compiler.reset())"
+            )
         return self._running[name].read()
 
     def __contains__(self, name: object) -> bool:
@@ -80,7 +85,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         add = running.add
 
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if graph_task() == NO_BACKWARD:
+            if not self._closed and not recomputing():
                 if output.__class__ is Tensor:  # nearly always: the short way
                     add(output)
                     return
@@ -96,11 +101,11 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
         # the first without grad.
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if not is_grad_enabled():
                 return
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                if tensor.requires_grad and not _hung_already(arrived, tensor, args):
+                if tensor.requires_grad and not _hung_already(arrived, tensor, (args, kwargs)):
                     handle = tensor.register_hook(arrived)
                     if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
                         # Of leaves that are gone there is nothing to remove.

@@ -21,6 +21,10 @@ __all__ = [
 __all__ += ["version_probe", "warn_of_nothing"]
 
 
+# A global of its own: torch.compile looks into functions that name torch, and would warn that it does not know this.
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def hold(tensor: Tensor) -> tuple[Tensor, int]:
     """What a pack hook may keep of `tensor`, with its version.
 
@@ -87,5 +91,4 @@ def version_probe(tensor: Tensor) -> Tensor:
 
 def outer_hooks() -> tuple[Callable, Callable] | None:
     """The saved-tensor hooks that are active now in this thread: the innermost pair."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(False) if top else None
+    return _TOP_HOOKS(False) if _TOP_HOOKS else None

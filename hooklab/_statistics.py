@@ -26,6 +26,7 @@ GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHAPES = 64
+EXACT = 16_777_216  # whole numbers that float32 can count
 UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 MAX_ROWS = 512  # of the history: after that two rows become one
 
@@ -175,7 +176,9 @@ class Running:
     ) -> None:
         if finite:
             # Chan, Golub and LeVeque (1979): the spread of two groups from those of each.
-            step = mean - self._mean
+            step = mean - self._mean if self._finite else 0.0
+            if not self._finite:
+                self._mean = mean
             both = self._finite + finite
             self._mean += step * finite / both
             self._spread += spread + step * step * self._finite * finite / both
@@ -224,8 +227,9 @@ class Running:
         flat = tensor.flatten()
         flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
         low, high = self._range
-        inside = torch.histc(flat, self._bins, low, high)
-        row = torch.cat([(flat < low).sum()[None], inside, (flat > high).sum()[None]]).to(torch.int64)
+        # torch.histc counts in float32, which stops at 2 ** 24.
+        inside = sum(torch.histc(part, self._bins, low, high).to(torch.int64) for part in flat.split(EXACT))
+        row = torch.cat([(flat < low).sum()[None], inside, (flat > high).sum()[None]])
         if self._row_calls:
             self._rows[-1] = self._rows[-1] + row.to(self._rows[-1].device)
         else:

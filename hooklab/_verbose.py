@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hooklab._features import NO_BACKWARD, Enough, graph_task
+from hooklab._features import Enough, recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
 from hooklab._walk import CALL, forget_interrupted, leave, shapes
@@ -24,7 +24,7 @@ class _Thread(threading.local):
         self.stack: list[tuple[nn.Module, BaseException | None]] = []  # the calls that are running
         self.calls: dict[str, int] = {}  # the lines of this forward, by label
         self.reported: BaseException | None = None
-        self.silent = True
+        self.lines = 0  # of the whole object, when this forward began
 
 
 class Verbose(Installed):
@@ -35,6 +35,7 @@ class Verbose(Installed):
         self._write = write
         self._root = uncompiled(model)
         self._local = _Thread()
+        self._lines = 0  # written so far, in all threads
         labels = {
             module: " = ".join(name or type(module).__name__ for name in names)
             for module, names in groups(layers)
@@ -50,25 +51,25 @@ class Verbose(Installed):
             raise
 
     def _hang(self, module: nn.Module, label: str | None) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._begin))
+        self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
         after = module.register_forward_hook(self._end(label), with_kwargs=True, always_call=True)
         self._handles.append(after)
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
-        if graph_task() != NO_BACKWARD:
+        if recomputing() or not self._handles:
             return
         local = self._local
         if module is self._root:
             forget_interrupted(local.stack, module)
         if not local.stack:
-            local.calls, local.reported, local.silent = {}, None, True
+            local.calls, local.reported, local.lines = {}, None, self._lines
         # An error may be on its way already: a forward may call a layer while it handles one.
         local.stack.append((module, sys.exception()))
 
     def _end(self, label: str | None) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             stack = self._local.stack
-            if graph_task() != NO_BACKWARD or not leave(stack, module):
+            if recomputing() or not leave(stack, module):
                 return
             _, before = stack.pop()
             error = sys.exception()
@@ -76,7 +77,7 @@ class Verbose(Installed):
                 self._failed(module, args, kwargs, error)
             elif label is not None and (error is before or output is not None):
                 self._finished(label, module, output)
-            elif module is self._root and not stack and self._local.silent and error is before:
+            elif module is self._root and not stack and self._lines == self._local.lines and error is before:
                 name = type(module).__name__
                 self._write(f"{name}  {name}  {shapes(output)}  (none of the chosen layers was called)")
             if not stack:
@@ -86,7 +87,7 @@ class Verbose(Installed):
 
     def _finished(self, label: str, module: nn.Module, output: Any) -> None:
         local = self._local
-        local.silent = False
+        self._lines += 1
         local.calls[label] = call = local.calls.get(label, 0) + 1
         name = label if call == 1 else f"{label} #{call}"
         kind = type(module).__name__
@@ -98,13 +99,17 @@ class Verbose(Installed):
             return
         self._local.reported = error
         module, args, kwargs = _innermost(error) or (module, args, kwargs)
-        names = [name for name, layer in self._root.named_modules() if layer is module]
+        # A replica of nn.DataParallel has the dictionaries of the module it was made from.
+        hooks = module._forward_hooks
+        names = [
+            name for name, layer in self._root.named_modules() if vars(layer).get("_forward_hooks") is hooks
+        ]
         given = shapes(args[0] if len(args) == 1 and not kwargs else (*args, *([kwargs] if kwargs else [])))
         said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(
             ": "
         )
         label = names[0] if names and names[0] else type(module).__name__
-        self._local.silent = False
+        self._lines += 1
         self._write(
             f"{label}  {type(module).__name__}  failed on {given}: {said}"
         )  # long enough without columns

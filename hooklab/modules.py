@@ -71,7 +71,7 @@ def verbose(
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
         that failed, the shapes it was given and the error; one that calls none of the layers has a line that says so.
-        Recomputation under checkpointing is not written.
+        Recomputation under checkpointing is not written; nor is an error in a hook that was put on the model later.
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; `depth` is no whole number, or negative; `write` cannot
@@ -311,7 +311,7 @@ def _clippable(model: nn.Module) -> list[nn.Parameter]:
             f"clip_gradients: {type(model).__name__} has complex parameters, and complex numbers have no order; "
             "bound their size instead: torch.nn.utils.clip_grad_norm_ after backward"
         )
-    if any(callable(getattr(module, "unshard", None)) for module in model.modules()):
+    if any(callable(getattr(type(module), "unshard", None)) for module in model.modules()):
         raise ValueError(
             f"clip_gradients: the parameters of {type(model).__name__} are sharded (fully_shard), and hooks on them "
             "never fire; call torch.nn.utils.clip_grad_value_ after backward"

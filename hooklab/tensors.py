@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hooklab import _refuse
+from hooklab._installed import Installed
 
 __all__ = ["Watch", "clip", "scale", "watch", "zero"]
 
@@ -16,7 +17,7 @@ __all__ = ["Watch", "clip", "scale", "watch", "zero"]
 Hook = Callable[[Tensor | None], Tensor | None]
 
 
-class Watch(Mapping[str, Tensor]):
+class Watch(Installed, Mapping[str, Tensor]):
     """The gradients that have arrived at the watched tensors: what `watch` returns.
 
     A read-only mapping from name to the last gradient; a name is in it once a gradient has arrived.
@@ -27,6 +28,7 @@ class Watch(Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__()
         self.history: dict[str, list[Tensor]] = {name: [] for name in tensors}
         self.order: list[str] = []
         # Each hook holds two lists and never its tensor: a computed tensor that its own hook refers to is
@@ -35,18 +37,6 @@ class Watch(Mapping[str, Tensor]):
             tensor.register_hook(_recorder(name, self.history[name], self.order))
             for name, tensor in tensors.items()
         ]
-
-    def remove(self) -> None:
-        """Take the hooks off again; what was recorded stays. Twice is harmless."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def __enter__(self) -> "Watch":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
 
     def __getitem__(self, name: str) -> Tensor:
         if self.history.get(name):

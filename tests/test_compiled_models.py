@@ -1,6 +1,6 @@
 """Module hooks and torch.compile: what is installed before compiling is seen, what comes after is announced.
 
-The eager backend: the tracing is that of every backend, without the time that generating code takes.
+Mostly the eager backend, without the time that generating code takes.
 """
 
 import pytest
@@ -104,3 +104,33 @@ def test_a_compiled_model_that_has_not_run_yet_can_be_traced():
         output = compiled(x)
         output.sum().backward()
     assert torch.equal(output, model(x))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_versions_are_not_taken_for_constants(mode, x):
+    """Behind the eager backend they are not: here the one that replaces operations in place."""
+    model = mlp(4, 5, 2, inplace=True)
+    with features(model, "1") as f, mode():
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            compiled(x)
+            assert torch.equal(f["1"], model[:2](x))
+
+
+@pytest.mark.parametrize("how", ["of the instance", "of the class"])
+def test_a_forward_that_is_compiled_is_announced(x, how):
+    class Net(torch.nn.Sequential):
+        forward = torch.compile(torch.nn.Sequential.forward, backend="eager")
+
+    model = Net(*mlp(4, 5, 2)) if how == "of the class" else mlp(4, 5, 2)
+    if how == "of the instance":
+        model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.warns(UserWarning, match="this model is compiled"), features(model, "1"):
+        model(x)
+
+
+def test_a_forward_that_the_compiler_leaves_alone_is_not_announced(model, recwarn):
+    model.forward = torch.compiler.disable(model.forward)
+    with features(model, "1"):
+        pass
+    assert not recwarn.list

@@ -14,7 +14,16 @@ from models import NESTED, Returns, Twice, mlp, same_state, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import features, hooks_on, layer_statistics, no_leftovers, verbose, with_grad
+from hooklab import (
+    clip_gradients,
+    features,
+    hooks_on,
+    layer_statistics,
+    no_leftovers,
+    verbose,
+    watch,
+    with_grad,
+)
 
 
 @pytest.fixture
@@ -680,3 +689,94 @@ def test_a_batch_of_gradients_is_not_the_gradient_of_the_output(model, x):
         assert f["0"].grad is None
         model(x).sum().backward()
     assert f["0"].grad.shape == f["0"].shape
+
+
+@pytest.fixture
+def checkpointed(x):
+    """A model behind a checkpoint; reading what a Node has saved computes it again, outside backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward_and_read():
+        loss = checkpoint(model, x.clone().requires_grad_(), use_reentrant=False).sum()
+        node = loss.grad_fn.next_functions[0][0]
+        for _ in range(2):
+            assert node._saved_mat2 is not None
+        return loss
+
+    return model, forward_and_read
+
+
+def test_reading_what_a_checkpoint_saved_counts_nothing(checkpointed):
+    model, forward_and_read = checkpointed
+    lines = []
+    with (
+        features(model, "1", keep=with_grad) as f,
+        layer_statistics(model, "1") as stats,
+        verbose(model, write=lines.append),
+    ):
+        forward_and_read().backward()
+    assert f["1"].grad is not None
+    assert (len(f.calls["1"]), stats["1"].calls) == (1, 1)
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+
+
+def test_after_the_block_a_copy_made_inside_reports_no_more(model, x):
+    lines = []
+    with features(model, "1") as f, verbose(model, write=lines.append):
+        twin = copy.deepcopy(model)
+        model(x)
+    kept, written = f["1"].clone(), len(lines)
+    twin(x * 5)
+    twin[1](x.new_ones(5))
+    assert torch.equal(f["1"], kept)
+    assert len(f.calls["1"]) == 1
+    assert len(lines) == written
+
+
+@pytest.mark.parametrize("tool", ["features", "verbose", "layer_statistics", "clip_gradients", "watch"])
+def test_what_has_been_removed_is_not_entered_again(model, tool):
+    used = {
+        "features": lambda: features(model, "1"),
+        "verbose": lambda: verbose(model),
+        "layer_statistics": lambda: layer_statistics(model, "1"),
+        "clip_gradients": lambda: clip_gradients(model, -1, 1),
+        "watch": lambda: watch(x=torch.ones(2, requires_grad=True)),
+    }[tool]()
+    with used:
+        pass
+    with pytest.raises(RuntimeError, match="its hooks have been removed, and do not come back"), used:
+        pass
+
+
+def test_run_ends_in_a_model_that_raises_errors_of_its_own(x):
+    class Translating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            try:
+                x = self.a(x)
+            except Exception as error:
+                raise RuntimeError("layer a failed") from error
+            return self.b(x)
+
+    model = Translating()
+    f = features(model, "a").run(x)
+    assert torch.equal(f["a"], model.a(x))
+    with pytest.raises(RuntimeError, match="layer a failed"):
+        f.run(x[:, :2])
+
+
+def test_a_thread_that_ended_inside_its_forward_is_forgotten(model, x):
+    def end_the_thread(module, args, output):
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit
+
+    with features(model, "1") as f, model[2].register_forward_hook(end_the_thread):
+        thread = threading.Thread(target=model, args=(x,))
+        thread.start()
+        thread.join()
+        for _ in range(3):
+            model(x)
+        assert len(f.calls["1"]) == 1

@@ -577,3 +577,43 @@ def test_a_call_without_entries_has_a_row_of_zeros():
             layer(torch.zeros(number))
     assert stats[""].history.tolist() == [[2, 0, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
     assert stats[""].calls == 3
+
+
+def test_a_bin_holds_more_than_float32_can_count():
+    layer, number = nn.Identity(), 2**24 + 1000
+    with layer_statistics(layer, "", bins=2, range=(0, 2)) as stats:
+        layer(torch.zeros(number, dtype=torch.int8))
+    assert stats[""].histogram == [number, 0]
+    assert stats[""].count == number
+
+
+def test_the_spread_of_numbers_whose_squares_overflow():
+    layer, numbers = nn.Identity(), torch.tensor([1e160, 1e160 + 1e150], dtype=torch.float64)
+    with layer_statistics(layer, "") as stats:
+        layer(numbers)
+    assert stats[""].std == pytest.approx(numbers.std().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_handed_through_by_keyword_under_a_checkpoint_counts_once(reentrant):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same, self.linear = nn.Identity(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(self.same(input=x))
+
+    block, x = Block(), torch.ones(2, 3, requires_grad=True)
+    with layer_statistics(block, "same", of="grad_output") as stats:
+        checkpoint(block, x * 2, use_reentrant=reentrant).sum().backward()
+    assert (stats["same"].calls, stats["same"].count) == (1, 6)
+
+
+def test_after_the_block_a_copy_made_inside_counts_no_more():
+    model = mlp(4, 5, 2)
+    with layer_statistics(model, "1") as stats:
+        twin = copy.deepcopy(model)
+        model(torch.ones(2, 4))
+    twin(torch.ones(3, 4))
+    assert (stats["1"].calls, stats["1"].count) == (1, 10)

@@ -136,3 +136,39 @@ def test_a_module_inside_itself_is_refused_in_words():
     child.parent = parent
     with pytest.raises(RecursionError, match=r"this model has a .* inside itself: 1\.parent\.1\.parent"):
         select(parent, "*")
+
+
+class Delegating(nn.Module):
+    """Asks the module inside for what it lacks, as wrappers for adapters do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.head = base, nn.Linear(2, 2)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
+def test_a_wrapper_that_delegates_is_not_taken_for_what_is_inside():
+    wrapper = Delegating(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
+    assert list(select(wrapper, "head")) == ["head"]
+    assert list(select(wrapper, nn.Linear)) == ["base._orig_mod.0", "head"]
+
+
+def test_a_module_that_answers_any_name_is_no_other_module():
+    class Anything(nn.Linear):
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return lambda *args: None
+
+    model = nn.Linear(2, 2)
+    model.__class__ = Anything
+    assert select(model, "") == {"": model}
+    with hooklab.clip_gradients(model, -1, 1):
+        (model(torch.ones(1, 2)) * 9).sum().backward()
+    assert model.weight.grad.tolist() == [[1, 1], [1, 1]]

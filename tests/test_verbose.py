@@ -264,3 +264,64 @@ def test_a_model_may_be_copied_while_it_is_watched(watch):
     with watch(model, "*"):
         twin = copy.deepcopy(model)
     assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+class InThreads(nn.Module):
+    """As nn.DataParallel does it: replicas of the module, each in a thread of its own."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        results, parts = {}, x.chunk(2)
+
+        def work(number):
+            try:
+                results[number] = replicas[number](parts[number])
+            except RuntimeError as error:
+                results[number] = error
+
+        replicas = [_replica(self.module) for _ in parts]
+        for number in range(len(parts)):
+            thread = threading.Thread(target=work, args=(number,))
+            thread.start()
+            thread.join()
+        for result in results.values():
+            if isinstance(result, RuntimeError):
+                raise result
+        return torch.cat(list(results.values()))
+
+
+def _replica(module):
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = module._parameters
+    replica._modules = {name: _replica(part) for name, part in module._modules.items()}
+    return replica
+
+
+def test_replicas_in_other_threads_are_seen_and_named():
+    model, lines = InThreads(mlp(4, 5, 2)), []
+    with verbose(model, "module.1", write=lines.append):
+        model(torch.ones(4, 4))
+    assert [line.split()[0] for line in lines] == ["module.1", "module.1"]
+    lines.clear()
+    model.module[2] = nn.Linear(3, 2)
+    with verbose(model, write=lines.append), pytest.raises(RuntimeError):
+        model(torch.ones(4, 4))
+    assert lines[0].startswith("module.2  Linear  failed on [2, 5]: RuntimeError")
+    assert not any("none of the chosen" in line for line in lines)
+
+
+def test_a_pre_hook_that_raises_has_a_line(model):
+    def refuse(module, args):
+        raise ValueError("no")
+
+    lines = []
+    with (
+        model.register_forward_pre_hook(refuse),
+        verbose(model, write=lines.append),
+        pytest.raises(ValueError, match="no"),
+    ):
+        model(torch.ones(3, 4))
+    assert lines == [f"{type(model).__name__}  {type(model).__name__}  failed on [3, 4]: ValueError: no"]
