@@ -54,6 +54,3 @@ class Geometry:
             memory.as_strided(self.core, self.strides).copy_(flat.reshape(self.core))
         tensor = memory.as_strided(self.shape, self.strides)
         return tensor.conj() if self.conj else tensor
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"

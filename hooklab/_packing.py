@@ -77,7 +77,8 @@ def warn_of_nothing(what: str, model: nn.Module | None) -> None:
     """At the end of a block in which nothing was saved, though something should have been."""
     if model is not None and torch.is_grad_enabled():
         warnings.warn(
-            f"{what}: nothing was saved for backward inside the block: was the model called there, with grad on?",
+            f"{what}: nothing was saved for backward by this block: was the model called there, with grad on? Another "
+            "saved-tensor context (Offload, save_on_cpu), opened inside, takes what is saved in it.",
             stacklevel=3,
         )
 

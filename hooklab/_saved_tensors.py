@@ -1,7 +1,9 @@
 """What `saved_tensors` returns: a record of every tensor that autograd saves, and of what is still held."""
 
-import threading
+import itertools
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,13 +23,18 @@ from hooklab._packing import (
     warn_of_nothing,
 )
 from hooklab._table import table
-from hooklab._walk import forget_interrupted, leave
+from hooklab._walk import CALL, first_shape
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
 
 NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)  # since PyTorch 2.15
 # A leaf's; and what an operation in place makes for itself, between what it saves first and last.
 SAVES_NOTHING = "AccumulateGrad", "CloneBackward0", "AsStridedBackward0"
+SPARSE = {  # what such a tensor is made of
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 
 
 @dataclass(slots=True)
@@ -58,29 +65,16 @@ class SavedTensor:
 
 
 class SavedTensors(Sequence[SavedTensor]):
-    """Every tensor that autograd saved in the block, in order: what `saved_tensors` returns.
-
-    Attributes:
-        held: bytes of memory held for backward after every event (a tensor is saved, or let go), each memory
-            counted once, parameters and buffers not. Goes on after the block.
-        events: for each of them the module whose tensor it was, and `"saved"` or `"let go"`.
-    """
+    """Every tensor that autograd saved in the block, in order: what `saved_tensors` returns."""
 
     def __init__(self, model: nn.Module | None):
-        self.held: list[int] = []
-        self.events: list[tuple[str, str]] = []
         self._model = model
         self._records: list[SavedTensor] = []
+        self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
         # Of storages: the number and the owner.
-        self._numbers: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
-        self._count = 0
-        self._holders: dict[int, int] = {}  # how many saved tensors hold a storage, by number
-        self._unnamed: list[SavedTensor] = []  # saved, and the Node is not there yet
-        self._owners: dict[int, str] = {}
-        self._running: list[tuple[nn.Module, str]] = []  # the calls that are running, with the name
-        self._thread = 0
-        self._contexts: ExitStack | None = None
-        self._ours: Any = None  # our pair of hooks, while the block is open
+        self._memories: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count(1)
+        self._contexts: ExitStack | None = None  # while the block is open
 
     # ---- what a reader asks for ----
 
@@ -98,6 +92,26 @@ class SavedTensors(Sequence[SavedTensor]):
     def parameter_bytes(self) -> int:
         """Of parameters and buffers among the unique ones: they live anyway."""
         return sum(_memories(record for record in self._records if record.owner).values())
+
+    @property
+    def held(self) -> list[int]:
+        """Bytes of memory held for backward after every event (a tensor is saved, or let go), also after the block.
+
+        Each memory is counted once, parameters and buffers not.
+        """
+        held, now, holders = [], 0, Counter()
+        for record, change in self._log:
+            holders[record.storage] += change
+            # The first who holds it has come, or the last has gone.
+            if holders[record.storage] == (change > 0) and not record.owner:
+                now += change * record.storage_bytes
+            held.append(now)
+        return held
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """For each of them the module whose tensor it was, and `"saved"` or `"let go"`."""
+        return [(record.module, "saved" if change > 0 else "let go") for record, change in self._log]
 
     def table(self) -> str:
         """A line for each module: tensors saved, their bytes, and the bytes nobody before it had saved."""
@@ -132,45 +146,23 @@ class SavedTensors(Sequence[SavedTensor]):
         refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        self._contexts, self._thread = ExitStack(), _thread()
-        try:
-            for name, module in self._model.named_modules() if self._model is not None else ():
-                self._hang_on(module, name or type(module).__name__)
-            self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
-            self._contexts.enter_context(installed(*self._packing()))
+        self._unnamed: list[weakref.ref[Saved]] = []  # and the Node is not there yet
+        self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
+        modules = self._model.named_modules() if self._model is not None else ()
+        self._names = {module: name or type(module).__name__ for name, module in modules}
+        with ExitStack() as contexts:
+            contexts.enter_context(installed(*self._packing()))
             self._ours = outer_hooks()
             if NODE_CREATION_HOOK is not None:
-                self._contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
-        except BaseException:
-            self._leave()
-            raise
+                contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
+            self._contexts = contexts.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        self._leave()
+        contexts, self._contexts, self._ours = self._contexts, None, None
+        contexts.close()
         if kind is None and not self._records:
             warn_of_nothing("saved_tensors", self._model)
-
-    def _leave(self) -> None:
-        contexts, self._contexts, self._ours = self._contexts, None, None
-        if contexts is not None:
-            contexts.close()
-        self._running.clear()
-        self._unnamed.clear()
-
-    def _hang_on(self, module: nn.Module, name: str) -> None:
-        def begin(module: nn.Module, args: tuple) -> None:
-            if _thread() == self._thread:
-                if module is self._model:
-                    forget_interrupted(self._running, module)
-                self._running.append((module, name))
-
-        def end(module: nn.Module, args: tuple, output: object) -> None:
-            if _thread() == self._thread and leave(self._running, module):
-                self._running.pop()
-
-        self._contexts.callback(module.register_forward_pre_hook(begin).remove)
-        self._contexts.callback(module.register_forward_hook(end, always_call=True).remove)
 
     # ---- the hooks ----
 
@@ -178,8 +170,13 @@ class SavedTensors(Sequence[SavedTensor]):
         outer = outer_hooks()
 
         def pack(tensor: Tensor) -> Saved:
-            record = self._record(tensor)
-            return Saved(self, record, hold(tensor) if outer is None else outer[0](tensor))
+            number, held, owner = self._memory(tensor)
+            memory = nbytes(tensor), number, held, tensor._version, owner
+            record = SavedTensor(self._module(), "", first_shape(tensor), tensor.dtype, *memory)
+            self._records.append(record)
+            saved = Saved(self._log, record, hold(tensor) if outer is None else outer[0](tensor))
+            self._unnamed.append(weakref.ref(saved))
+            return saved
 
         def unpack(saved: Saved) -> Tensor:
             if NODE_CREATION_HOOK is None and not saved.record.operation:
@@ -189,38 +186,37 @@ class SavedTensors(Sequence[SavedTensor]):
         pack.hooklab_outer = outer
         return pack, unpack
 
-    def _record(self, tensor: Tensor) -> SavedTensor:
-        number, held, owner = self._storage(tensor)
-        module, shape = self._running[-1][1] if self._running else "", _shape(tensor)
-        memory = nbytes(tensor), number, held, tensor._version, owner
-        record = SavedTensor(module, "", shape, tensor.dtype, *memory)
-        self._records.append(record)
-        self._unnamed.append(record)
-        self._holders[number] = self._holders.get(number, 0) + 1
-        self._note(record, "saved", held if self._holders[number] == 1 else 0)
-        return record
+    def _module(self) -> str:
+        """The name of the innermost module that is being called in this thread."""
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code is CALL and frame.f_locals["self"] in self._names:
+                return self._names[frame.f_locals["self"]]
+            frame = frame.f_back
+        return ""
 
-    def _storage(self, tensor: Tensor) -> tuple[int, int, str]:
+    def _memory(self, tensor: Tensor) -> tuple[int, int, str]:
         """Number, bytes and owner of the memory behind a tensor."""
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse: it has none of its own
-            self._count += 1
-            return self._count, nbytes(tensor), ""
-        if storage not in self._numbers:
-            self._count += 1
+        parts = SPARSE.get(tensor.layout)
+        try:  # one stands for all parts
+            storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
+        except (RuntimeError, NotImplementedError):  # it has none of its own
+            return next(self._numbers), nbytes(tensor), ""
+        if storage not in self._memories:
             owner = self._owners.get(id(storage), "parameter" if is_parameter(tensor) else "")
-            self._numbers[storage] = self._count, owner
-        number, owner = self._numbers[storage]
-        return number, storage.nbytes(), owner
+            self._memories[storage] = next(self._numbers), owner
+        number, owner = self._memories[storage]
+        return number, nbytes(tensor) if parts else storage.nbytes(), owner
 
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ in SAVES_NOTHING:
             return
         # A checkpoint has saved its input by itself, and its Nodes are not ours.
         displaced = not self._reached()
-        for record in self._unnamed:
-            record.operation = "" if displaced else type(node).__name__
+        for saved in filter(
+            None, (reference() for reference in self._unnamed)
+        ):  # not those of an operation that failed
+            saved.record.operation = "" if displaced else type(node).__name__
         self._unnamed.clear()
 
     def _reached(self) -> bool:
@@ -230,49 +226,23 @@ class SavedTensors(Sequence[SavedTensor]):
             top = getattr(top[0], "hooklab_outer", None)
         return top is not None
 
-    def _let_go(self, record: SavedTensor) -> None:
-        self._holders[record.storage] -= 1
-        self._note(record, "let go", 0 if self._holders[record.storage] else -record.storage_bytes)
-
-    def _note(self, record: SavedTensor, event: str, change: int) -> None:
-        held = self.held[-1] if self.held else 0
-        self.held.append(held if record.owner else held + change)
-        self.events.append((record.module, event))
-
 
 class Saved:
-    """What the graph holds in place of a saved tensor; when it lets go, the record knows."""
+    """What the graph holds in place of a saved tensor; when it lets go, the log knows."""
 
-    __slots__ = ("content", "record", "records")
-
-    def __init__(self, records: SavedTensors, record: SavedTensor, content: Any):
-        self.records, self.record, self.content = records, record, content
+    def __init__(self, log: list[tuple[SavedTensor, int]], record: SavedTensor, content: Any):
+        self.log, self.record, self.content = log, record, content
+        log.append((record, 1))
 
     def __del__(self) -> None:
-        self.records._let_go(self.record)
+        self.log.append((self.record, -1))
 
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of the elements; of a sparse tensor, of its indices and values."""
-    if tensor.layout == torch.strided:
-        return tensor.nbytes
-    if tensor.layout == torch.sparse_coo:
-        parts = tensor._indices(), tensor._values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    elif tensor.layout == torch.jagged:
-        parts = (tensor.values(),)
-    else:
-        return tensor.numel() * tensor.itemsize
-    return sum(part.nbytes for part in parts)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.is_nested and tensor.layout == torch.strided:  # its parts differ
-        return (tensor.size(0),)
-    return tuple(tensor.shape)
+    if parts := SPARSE.get(tensor.layout):
+        return sum(getattr(tensor, part)().nbytes for part in parts)
+    return tensor.numel() * tensor.itemsize
 
 
 def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
@@ -290,10 +260,6 @@ def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:
 
 def _short(operation: str) -> str:
     return operation.removesuffix("0").removesuffix("Backward") or "-"
-
-
-def _thread() -> int:
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()  # which the compiler does not know
 
 
 def _running_node() -> str:

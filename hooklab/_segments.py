@@ -1,7 +1,7 @@
 """How `checkpoint_segments` works: a Sequential that saves its input now and then, and computes the rest again."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -21,9 +21,14 @@ SMALL = 4096  # numbers
 
 
 class Segmented(nn.Sequential):
-    """A Sequential whose blocks run in segments; only the input of each segment is saved."""
+    """A Sequential whose blocks run in segments; only the input of each segment is saved.
+
+    Every Sequential that is switched gets a subclass of its own: it holds what belongs to this one, and goes with it.
+    """
 
     _hooklab_kind: type = nn.Sequential  # what it was, and will be again
+    _hooklab_blocks: int  # in a segment
+    _hooklab_called = False
 
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)
@@ -33,23 +38,19 @@ class Segmented(nn.Sequential):
 
     def __reduce__(self) -> Any:
         """A copy, and what is pickled, is an ordinary Sequential: no handle knows it."""
-        state = {name: value for name, value in vars(self).items() if not name.startswith("_hooklab_")}
-        return _new, (self._hooklab_kind,), state
+        return object.__new__, (self._hooklab_kind,), vars(self)
 
     def forward(self, input: Any) -> Any:
-        self._hooklab_called = True
+        type(self)._hooklab_called = True
         if not torch.is_grad_enabled():
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
         for start in range(0, len(blocks), size):
-            segment = blocks[start : start + size]
-            # What lies between two segments is nobody else's: a copy may be edited in its place.
-            copies = start > 0 and getattr(segment[0], "inplace", False)
-            input = run_saving_input(segment, input, copies)
+            input = run_saving_input(blocks[start : start + size], input)
         return input
 
 
-def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
+def run_saving_input(segment: list[nn.Module], input: Any) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest computed again."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
@@ -57,18 +58,26 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
         )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
+    first_edits = getattr(segment[0], "inplace", False)
+    if first_edits:  # it gets the input itself, as without us; a copy is saved
+        leaves = list(map(_copy, leaves))
+    # Blocks may write into a list or a dict: the first run has the caller's own, later ones a copy.
+    given = [input]
 
     def run(*leaves: Any) -> Any:
-        output = tree_unflatten([leaf.clone() for leaf in leaves] if copies else leaves, spec)
-        for block in segment:
-            output = block(output)
-        return output
+        if first_edits and not given:
+            leaves = list(map(_clone, leaves))  # what is saved may be wanted once more
+        output = given.pop() if given else tree_unflatten(leaves, spec)
+        with buffers.again() if buffers.before else buffers.first():
+            for block in segment:
+                output = block(output)
+            return output
 
     versions = list(map(_version, leaves))
     buffers = Buffers(segment)
     # Stopping early means stopping at the last save, and RReLU fills its noise after that.
     early = not any(isinstance(module, nn.RReLU) for module in buffers.owners)
-    output = checkpoint(run, *leaves, use_reentrant=False, context_fn=buffers.contexts, early_stop=early)
+    output = checkpoint(run, *leaves, use_reentrant=False, early_stop=early)
     if versions != list(map(_version, leaves)):
         raise RuntimeError(
             f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
@@ -82,10 +91,6 @@ def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
-def _new(kind: type) -> nn.Sequential:
-    return kind.__new__(kind)
-
-
 class Buffers:
     """Computing a segment again starts from the buffers as its forward found them, and changes copies only.
 
@@ -95,68 +100,55 @@ class Buffers:
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
-        self.before: dict[tuple[nn.Module, str], Tensor | None] = {}  # as the forward found them
-        self.modes = [module.training for module in self.owners]
-        self.real: list[tuple[dict[tuple[nn.Module, str], Tensor | None], list[bool]]] = []
+        self.before: tuple[dict, dict] | None = None  # `training` and the buffers, as the forward found them
         # Parameters and large buffers, of which there is no copy: with the version that the forward has used.
         self.used: dict[Tensor, int | None] = {}
 
-    def now(self) -> dict[tuple[nn.Module, str], Tensor | None]:
-        return {(owner, name): b for owner in self.owners for name, b in owner._buffers.items()}
-
-    def contexts(self) -> tuple[Any, Any]:
-        """Around the forward, and around computing it again."""
-        return self.first(), self
+    def now(self) -> tuple[dict[nn.Module, bool], dict[tuple[nn.Module, str], Tensor | None]]:
+        buffers = {(owner, name): b for owner in self.owners for name, b in owner._buffers.items()}
+        return {owner: owner.training for owner in self.owners}, buffers
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Notes which buffers the forward changes, and what they were."""
-        found, copies = self.now(), {}  # one copy, though a buffer may have several names
-        for buffer in filter(_is_there, found.values()):
-            copies[id(buffer)] = _copy(buffer), _version(buffer)
+        """Around the forward: notes which buffers it changes, and what they were."""
+        modes, found = self.now()
+        values = _copies(found.values())
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
-            found_now = (p for owner in self.owners for p in owner._parameters.values())
-            self.used = {p: _version(p) for p in filter(_is_there, found_now)}
-            for (owner, name), buffer in found.items():
-                copy, version = copies.get(id(buffer), (buffer, None))
-                same = (
-                    owner._buffers.get(name) is buffer and _is_there(buffer) and _version(buffer) == version
-                )
-                # Fused operations and edits through `.data` leave the version as it was.
-                large = same and buffer.numel() > SMALL and _equal(copy, buffer)
-                self.before[owner, name] = buffer if large else copy
-                if large:
-                    self.used[buffer] = version
+            parameters = (p for owner in self.owners for p in owner._parameters.values())
+            unchanged = [b for b, copy in values.items() if b.numel() > SMALL and _equal(copy, b)]
+            self.used = {tensor: _version(tensor) for tensor in (*filter(_is_there, parameters), *unchanged)}
+            values.update(zip(unchanged, unchanged, strict=True))
+            self.before = modes, {place: values.get(b, b) for place, b in found.items()}
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around computing it again."""
         for tensor, version in self.used.items():
             if _version(tensor) != version:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
-        there = {id(buffer): buffer for buffer in filter(_is_there, self.before.values())}
-        copies = {
-            number: _copy(buffer) for number, buffer in there.items()
-        }  # memory may be full: nothing is replaced yet
-        self.real.append((self.now(), [module.training for module in self.owners]))
+        modes, before = self.before
+        copies = _copies(before.values())  # memory may be full: nothing is replaced yet
+        now = self.now()
         try:
-            self.set_modes(self.modes)
-            for (owner, name), buffer in self.before.items():
-                owner._buffers[name] = copies.get(id(buffer), buffer)
-        except BaseException:  # without __enter__ there is no __exit__
-            self.__exit__()
-            raise
+            _put(modes, {place: copies.get(b, b) for place, b in before.items()})
+            yield
+        finally:
+            _put(*now)
 
-    def __exit__(self, *exc_info: object) -> None:
-        buffers, modes = self.real.pop()
-        self.set_modes(modes)
-        for (owner, name), buffer in buffers.items():
-            owner._buffers[name] = buffer
 
-    def set_modes(self, modes: list[bool]) -> None:
-        for module, training in zip(self.owners, modes, strict=True):
-            module.training = training
+def _put(modes: dict[nn.Module, bool], buffers: dict[tuple[nn.Module, str], Tensor | None]) -> None:
+    for module, training in modes.items():
+        module.training = training
+    for (owner, name), buffer in buffers.items():
+        owner._buffers[name] = buffer
+
+
+def _copies(buffers: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
+    """One of each, though it may have several names."""
+    return {buffer: _copy(buffer) for buffer in dict.fromkeys(filter(_is_there, buffers))}
 
 
 def _equal(copy: Tensor, buffer: Tensor) -> bool:
@@ -170,32 +162,35 @@ def _is_there(tensor: Tensor | None) -> bool:
     return tensor is not None and not nn.parameter.is_lazy(tensor)
 
 
-def _copy(buffer: Tensor) -> Tensor:
-    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return _clone(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 class Segments:
     """The Sequentials that run in segments: what `checkpoint_segments` returns."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
-        self._switched: dict[str, tuple[nn.Sequential, type]] = {}
-        for name, module in _checked(model, plan).items():
-            self._switched[name] = module, type(module)
-            module._hooklab_blocks, module._hooklab_called = plan[name], False
-            module.__class__ = _segmented(type(module))
+        self._switched = _checked(model, plan)
+        for name, module in self._switched.items():
+            kind = type(module)
+            facts = {"_hooklab_kind": kind, "_hooklab_blocks": plan[name]}
+            module.__class__ = type(kind.__name__, (Segmented, kind), facts)
 
     def remove(self) -> None:
         """Let the Sequentials run as before. Twice is harmless."""
         while self._switched:
-            _, (module, kind) = self._switched.popitem()
-            module.__class__ = kind
-            del module._hooklab_blocks, module._hooklab_called
+            _, module = self._switched.popitem()
+            module.__class__ = module._hooklab_kind
 
     def __enter__(self) -> "Segments":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        idle = [name for name, (module, _) in self._switched.items() if not module._hooklab_called]
+        idle = [name for name, module in self._switched.items() if not module._hooklab_called]
         self.remove()
         if idle and kind is None:
             warnings.warn(
@@ -205,12 +200,8 @@ class Segments:
             )
 
     def __repr__(self) -> str:
-        parts = (f"{name}: {module._hooklab_blocks}" for name, (module, _) in self._switched.items())
+        parts = (f"{name}: {module._hooklab_blocks}" for name, module in self._switched.items())
         return f"Segments({', '.join(parts) or 'removed'})"
-
-
-def _segmented(kind: type) -> type:
-    return type(kind.__name__, (Segmented, kind), {"_hooklab_kind": kind})
 
 
 def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequential]:

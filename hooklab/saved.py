@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hooklab import _refuse
 from hooklab._offload import Packed, Queue
 from hooklab._packing import eager, hold, installed, is_parameter, refuse_compiling, unhold, warn_of_nothing
-from hooklab._saved_tensors import SavedTensors, owned
+from hooklab._saved_tensors import SavedTensors, nbytes, owned
 from hooklab._segments import Segments
 from hooklab.stores import Disk, PinnedMemory
 
@@ -116,16 +116,16 @@ class Offload:
     Attributes:
         moved_bytes: written to the store so far, complete when the block ends; a tensor that is saved twice is
             written once.
-        kept_bytes: saved, but not moved so far (parameters and buffers not counted); below `min_bytes` each as
-            often as it was saved.
+        kept_bytes: saved, but not moved so far (parameters and buffers not counted); what stays whatever `keep` says
+            as often as it was saved.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
         RuntimeError: on entry, if another `Offload` of this model is open; in backward, if a saved tensor was
             edited in place, as without `Offload`.
 
-    What also stays: sparse, nested and quantized tensors, subclasses. An edit through `.data` is not
-    noticed, as by autograd itself.
+    What also stays: sparse, nested and quantized tensors, negative views, subclasses. One memory that is saved in two
+    shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -164,7 +164,7 @@ class Offload:
 
     @property
     def kept_bytes(self) -> int:
-        return self._queue.kept_bytes
+        return self._queue.saved_bytes - self._queue.moved_bytes
 
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
@@ -182,7 +182,7 @@ class Offload:
         hooks.__exit__(kind, *exc_info)
         if kind is not None:
             return
-        eager(self._queue.finish)()
+        eager(self._queue.make_room)(young=0)  # no operation is running any more
         if not self._saved_any:
             warn_of_nothing("Offload", model)
 
@@ -191,16 +191,14 @@ class Offload:
 
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         self._saved_any = True
-        if not _is_plain(tensor) or is_parameter(tensor):
+        storage = tensor.untyped_storage() if _is_plain(tensor) else None
+        if is_parameter(tensor) or id(storage) in self._own:
             return hold(tensor)
-        storage = tensor.untyped_storage()
-        if id(storage) in self._own:
-            return hold(tensor)
-        if storage.nbytes() < self._min_bytes or not self._reaches(tensor):
-            with self._queue.lock:
-                self._queue.kept_bytes += tensor.nbytes
-            return hold(tensor)
-        return self._queue.pack(tensor)
+        if storage is not None and storage.nbytes() >= self._min_bytes and self._reaches(tensor):
+            return self._queue.pack(tensor)
+        with self._queue.lock:
+            self._queue.saved_bytes += nbytes(tensor)
+        return hold(tensor)
 
     def _unpack(self, packed: Packed | tuple[Tensor, int]) -> Tensor:
         return self._queue.unpack(packed) if isinstance(packed, Packed) else unhold(packed)
@@ -212,6 +210,10 @@ def _store(to: Any) -> Any:
         return Disk()
     if to == "cpu":
         return _shared.setdefault("cpu", PinnedMemory()) if torch.cuda.is_available() else None
+    if isinstance(to, type):
+        raise TypeError(
+            f"Offload(to=...): expected a store, found the class {to.__name__}; make one: to={to.__name__}()"
+        )
     missing = [name for name in ("write", "read") if not callable(getattr(to, name, None))]
     if isinstance(to, str) or missing:
         found = f"{to!r}" if isinstance(to, str) else f"{type(to).__name__} without {' and '.join(missing)}"

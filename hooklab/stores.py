@@ -8,7 +8,7 @@ of your own can be this short:
     ...     def write(self, tensor):
     ...         return [tensor.clone()]
     ...     def read(self, slot):
-    ...         return slot[0]
+    ...         return slot[0].clone()
 """
 
 import errno
@@ -18,9 +18,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +35,6 @@ ALIGNMENT = 512  # bytes; every dtype may begin there, and neighbouring gaps fit
 
 class Slot:
     """A stretch of bytes in a row. When nobody holds it any more, the stretch is free."""
-
-    __slots__ = ("dtype", "nbytes", "row", "start")
 
     def __init__(self, row: "Row", start: int, tensor: Tensor):
         self.row, self.start = row, start
@@ -60,24 +56,23 @@ class Row:
         """Where `nbytes` may begin, or None if the row is full."""
         self.join()
         size = _aligned(nbytes)
-        fitting = [(end - start, at) for at, (start, end) in enumerate(self.gaps) if end - start >= size]
+        fitting = [(end - start, start, end) for start, end in self.gaps if end - start >= size]
         if not fitting:
             return None
-        room, at = min(fitting)
-        start, end = self.gaps[at]
-        self.gaps[at : at + 1] = [(start + size, end)] if room > size else []
+        _, start, end = min(fitting)
+        self.gaps[self.gaps.index((start, end))] = start + size, end  # perhaps empty: it joins the next one
         return start
 
     def join(self) -> None:
         """Make gaps of what slots have given back."""
         while self.freed:
-            start, end = self.freed.popleft()
-            at = bisect_left(self.gaps, (start, end))
-            if at < len(self.gaps) and self.gaps[at][0] == end:
-                end = self.gaps.pop(at)[1]
-            if at and self.gaps[at - 1][1] == start:
-                at, start = at - 1, self.gaps.pop(at - 1)[0]
-            self.gaps.insert(at, (start, end))
+            self.gaps.append(self.freed.popleft())
+        joined: list[tuple[int, float]] = []
+        for start, end in sorted(self.gaps):
+            if joined and joined[-1][1] == start:
+                start, _ = joined.pop()
+            joined.append((start, end))
+        self.gaps = joined
 
 
 class Disk:
@@ -106,12 +101,10 @@ class Disk:
     def __init__(self, folder: str | os.PathLike | None = None):
         self.folder = os.path.abspath(folder) if folder is not None else tempfile.gettempdir()
         if os.path.isfile(self.folder):
-            raise NotADirectoryError(errno.ENOTDIR, "Disk: expected a folder, found a file", self.folder)
+            raise OSError(errno.ENOTDIR, "Disk: expected a folder, found a file", self.folder)
         if not os.path.isdir(self.folder):
-            raise FileNotFoundError(
-                errno.ENOENT, f"Disk: expected a folder; make it first, or give another: os.makedirs({self.folder!r})",
-                self.folder,
-            )  # fmt: skip
+            advice = f"make it first, or give another: os.makedirs({self.folder!r})"
+            raise OSError(errno.ENOENT, f"Disk: expected a folder; {advice}", self.folder)
         # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
         weakref.finalize(self, self._file.close)
@@ -127,21 +120,21 @@ class Disk:
         """Copy a tensor to the disk. Any shape, dtype and device; what is read back is flat."""
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).cpu()
         with self._lock:
-            start = self._row.take(flat.nbytes)
-        slot = Slot(self._row, start, flat)
+            slot = Slot(self._row, self._row.take(flat.nbytes), flat)
         try:
-            self._move(self._write_some, _bytes(flat), start)
+            self._move(flat, slot.start, reads=False)
         except OSError as error:
             del slot
-            if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", None)):
                 raise
-            raise OSError(error.errno, self._full(flat.nbytes)) from error
+            what = "a file may not grow further" if error.errno == errno.EFBIG else "no room"
+            raise OSError(error.errno, self._full(what, flat.nbytes)) from error
         return slot
 
     def read(self, slot: Slot) -> Tensor:
         """The content of a slot, 1-D, in memory. As often as you like."""
         flat = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype, device="cpu")
-        self._move(self._read_some, _bytes(flat), slot.start)
+        self._move(flat, slot.start, reads=True)
         return flat
 
     def prefetch(self, slot: Slot) -> None:
@@ -154,76 +147,35 @@ class Disk:
             f"Disk: a store cannot be copied or pickled, its slots belong to it; make another one: Disk({self.folder!r})"
         )
 
-    def _move(self, some: Callable, rest: memoryview, start: int) -> None:
+    def _move(self, flat: Tensor, start: int, reads: bool) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
                 "Disk: this store was made before the process was forked, and its file belongs to the other process; "
                 "make one in each process"
             )
+        rest, file = memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()), self._file
         while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
-            if not (done := some(rest, start)):
+            if reads and hasattr(os, "preadv"):
+                done = os.preadv(file.fileno(), [rest], start)
+            elif not reads and hasattr(os, "pwrite"):
+                done = os.pwrite(file.fileno(), rest, start)
+            else:
+                with self._lock:  # the file has one position
+                    file.seek(start)
+                    done = file.readinto(rest) if reads else file.write(rest)
+            if not done:
                 raise OSError(errno.EIO, f"Disk: the file in {self.folder} has been cut short")
             rest, start = rest[done:], start + done
 
-    def _write_some(self, content: memoryview, start: int) -> int:
-        if hasattr(os, "pwrite"):
-            return os.pwrite(self._file.fileno(), content, start)
-        with self._lock:
-            self._file.seek(start)
-            return self._file.write(content)
-
-    def _read_some(self, content: memoryview, start: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [content], start)
-        with self._lock:
-            self._file.seek(start)
-            return self._file.readinto(content)
-
-    def _full(self, wanted: int) -> str:
+    def _full(self, what: str, wanted: int) -> str:
         with self._lock:
             self._row.join()
             self._file.truncate(self._row.gaps[-1][0])  # what was written of it before the disk was full
         free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
         return (
-            f"Disk: no room in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
+            f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
             "on another disk: Offload(model, to=Disk(folder))"
         )
-
-
-class Cuda:
-    """The few things of `torch.cuda` that moving needs; a test puts a slow, forgetful device in its place."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Memory of the host that the GPU can reach by itself."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
-        """Begin a copy, after everything the current stream was given so far; the result is an event.
-
-        One copy stream for both directions: what is read back waits for its own writing by itself.
-        """
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
-
-    def reaches(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
-
-    def done(self, event: Any) -> bool:
-        return event.query()
-
-    def abandon(self, target: Tensor) -> None:
-        """Nobody will read this: its memory must not be used again before the copy into it has ended."""
-        target.record_stream(self._streams[target.device])
-
-    def wait(self, event: Any, device: torch.device) -> None:
-        """Let the current stream, not this thread, wait."""
-        torch.cuda.current_stream(device).wait_event(event)
 
 
 class PinnedMemory:
@@ -244,12 +196,12 @@ class PinnedMemory:
     Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
     """
 
-    def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB, device: Cuda | None = None):
+    def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB):
         self.in_flight = _refuse.count("PinnedMemory", "in_flight", in_flight)
         self.chunk = max(_refuse.count("PinnedMemory", "chunk", chunk), ALIGNMENT)
-        self._device = device or Cuda()
         self._chunks: list[tuple[Row, Tensor]] = []
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event, source): the copy still reads the source
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.RLock()
 
     @property
@@ -258,7 +210,7 @@ class PinnedMemory:
 
     def reaches(self, tensor: Tensor) -> bool:
         """True for a tensor on a GPU."""
-        return self._device.reaches(tensor)
+        return tensor.is_cuda
 
     def write(self, tensor: Tensor) -> "PinnedSlot":
         """Begin to copy a tensor from the GPU. Any shape and dtype; what is read back is flat."""
@@ -267,7 +219,7 @@ class PinnedMemory:
         flat = tensor.detach().contiguous().view(-1)
         with self._lock:
             slot = self._room(flat)
-            self._leaving.append((self._device.copy(slot.host, flat, flat.device), flat))
+            self._leaving.append((self._copy(slot.host, flat, flat.device), flat))
             self._let_go()
         return slot
 
@@ -277,56 +229,74 @@ class PinnedMemory:
             if slot.incoming is None:
                 # Allocated on the stream that computes, so that freeing it later needs no further care.
                 target = torch.empty_like(slot.host, device=slot.device, pin_memory=False)
-                slot.incoming = target, self._device.copy(target, slot.host, slot.device)
+                slot.incoming = target, self._copy(target, slot.host, slot.device)
 
     def read(self, slot: "PinnedSlot") -> Tensor:
         """The content, 1-D, on its GPU; the current stream, not this thread, waits until it is there."""
         with self._lock:
             self.prefetch(slot)
             (target, event), slot.incoming = slot.incoming, None
-            self._device.wait(event, slot.device)
+            self._wait(event, slot.device)
         return target
 
     def _room(self, flat: Tensor) -> "PinnedSlot":
         for row, memory in self._chunks:
             if (start := row.take(flat.nbytes)) is not None:
-                return PinnedSlot(row, start, flat, memory, self._device.abandon)
+                return PinnedSlot(self, row, start, flat, memory)
         size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
-        memory = self._device.pinned(max(size, _aligned(flat.nbytes)))
+        memory = self._pinned(max(size, _aligned(flat.nbytes)))
         self._chunks.append((Row(memory.nbytes), memory))
         return self._room(flat)
 
     def _let_go(self) -> None:
         """Forget the sources that are copied; above the bound, computing waits for the oldest."""
-        while self._leaving and self._device.done(self._leaving[0][0]):
+        while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
         while sum(source.nbytes for _, source in self._leaving) > self.in_flight:
             event, source = self._leaving.popleft()
-            self._device.wait(event, source.device)
+            self._wait(event, source.device)
+
+    # ---- the few things of `torch.cuda` that moving needs; a test puts a slow, forgetful device in their place ----
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        """Memory of the host that the GPU can reach by itself."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
+        """Begin a copy, after everything the current stream was given so far; the result is an event.
+
+        One copy stream for both directions: what is read back waits for its own writing by itself.
+        """
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def _wait(self, event: Any, device: torch.device) -> None:
+        """Let the current stream, not this thread, wait."""
+        torch.cuda.current_stream(device).wait_event(event)
+
+    def _abandon(self, target: Tensor) -> None:
+        """Nobody will read this: its memory must not be used again before the copy into it has ended."""
+        target.record_stream(self._streams[target.device])
 
 
 class PinnedSlot(Slot):
     """A slot with its memory, and with what a prefetch has begun to copy."""
 
-    __slots__ = ("abandon", "device", "host", "incoming")
+    incoming: tuple[Tensor, Any] | None = None
 
-    def __init__(self, row: Row, start: int, flat: Tensor, memory: Tensor, abandon: Callable):
+    def __init__(self, store: PinnedMemory, row: Row, start: int, flat: Tensor, memory: Tensor):
         super().__init__(row, start, flat)
+        self.store, self.device = store, flat.device
         self.host = memory[start : start + flat.nbytes].view(flat.dtype)
-        self.device = flat.device
-        self.incoming: tuple[Tensor, Any] | None = None
-        self.abandon = abandon
 
     def __del__(self) -> None:
         if self.incoming is not None:
-            self.abandon(self.incoming[0])
+            self.store._abandon(self.incoming[0])
         super().__del__()
 
 
 def _aligned(nbytes: int) -> int:
     return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-
-
-def _bytes(flat: Tensor) -> memoryview:
-    """The memory of a 1-D tensor on the CPU."""
-    return memoryview(flat.view(torch.uint8).numpy())

@@ -2,10 +2,12 @@
 
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hooklab.stores import PinnedMemory
 
 
 class SlowDevice:
@@ -23,21 +25,15 @@ class SlowDevice:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def reaches(self, tensor: Tensor) -> bool:
-        return True
-
-    def copy(self, target: Tensor, source: Tensor, device: torch.device) -> int:
+    def copy(self, target: Tensor, source: Tensor, device: torch.device) -> "Event":
         self.given += 1
         # The host's side of a copy is a stretch of the slab: always there. Only the device's side may go.
         self.pending.append((self.given, _weak(target), _weak(source)))
-        return self.given
+        return Event(self, self.given)
 
-    def done(self, event: int) -> bool:
-        return event <= self.happened
-
-    def wait(self, event: int, device: torch.device) -> None:
-        self.waits.append(event)
-        while self.pending and self.pending[0][0] <= event:
+    def wait(self, event: "Event", device: torch.device) -> None:
+        self.waits.append(event.number)
+        while self.pending and self.pending[0][0] <= event.number:
             self.step()
 
     def abandon(self, target: Tensor) -> None:
@@ -53,6 +49,26 @@ class SlowDevice:
             _tensor(target()).copy_(_tensor(source()))
             self.copies += 1
         self.happened = event
+
+
+class Event(NamedTuple):
+    device: SlowDevice
+    number: int
+
+    def query(self) -> bool:
+        return self.number <= self.device.happened
+
+
+class SlowMemory(PinnedMemory):
+    """`PinnedMemory` on such a device."""
+
+    def __init__(self, device: SlowDevice, **options: int) -> None:
+        super().__init__(**options)
+        self._pinned, self._copy = device.pinned, device.copy
+        self._wait, self._abandon = device.wait, device.abandon
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return True
 
 
 def _weak(tensor: Tensor) -> Any:

@@ -418,16 +418,14 @@ def test_a_segment_that_edits_its_input_deeper_inside_is_named():
         model(torch.randn(3, 4))
 
 
-def test_an_input_that_is_the_callers_is_not_copied_in_secret():
-    """In plain training `x + model(x)` sees the edited x."""
-    model, x = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))), torch.randn(3, 4) * 2
-    with checkpoint_segments(model, {"0": 1}):
-        with pytest.raises(RuntimeError, match="segment that begins with ReLU edits its input in place"):
+def test_an_input_that_is_the_callers_is_edited_as_in_plain_training():
+    """There `x + model(x)` sees the edited x."""
+    model = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
+    for mode in (torch.enable_grad, torch.no_grad):
+        x = torch.randn(3, 4) * 2
+        with checkpoint_segments(model, {"0": 1}), mode():
             model(x)
-        with torch.no_grad():
-            y = torch.randn(3, 4)
-            model(y)
-    assert (y >= 0).all()
+        assert (x >= 0).all()
 
 
 def test_a_buffer_from_inference_mode():
@@ -706,3 +704,88 @@ def test_when_memory_is_full_at_the_begin_of_computing_again_buffers_stay(monkey
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert all(torch.equal(buffer, values[name]) for name, buffer in model.named_buffers())
     assert all(module.training for module in model.modules())
+
+
+def equal_gradients(make, plan):
+    _, want, got = both(make, [torch.randn(3, 4)], plan)
+    assert all(map(torch.equal, want, got))
+
+
+class Around(nn.Module):
+    """A residual connection: the caller goes on using what it gave to the Sequential."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.stem, self.body = nn.Linear(4, 4), nn.Sequential(*blocks)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return x + self.body(x)
+
+
+@pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Dropout(0.0), nn.Flatten])
+def test_what_a_block_hands_through_is_edited_as_in_plain_training(first):
+    blocks = first(), nn.ReLU(inplace=True), nn.Linear(4, 4)
+    equal_gradients(lambda: Around(*copy.deepcopy(blocks)), {"body": 1})
+    with pytest.raises(RuntimeError, match="edits its input in place"):
+        equal_gradients(lambda: Around(*copy.deepcopy(blocks)), {"body": 2})
+
+
+def test_an_in_place_block_at_the_beginning_edits_what_the_caller_gave():
+    equal_gradients(lambda: Around(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Tanh()), {"body": 2})
+
+
+class Collecting(nn.Module):
+    """Blocks that add to a list, or write into a dictionary, of the caller's."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, given):
+        if self.kind is list:
+            given.append(self.linear(given[-1]).tanh())
+        else:
+            given["x"] = self.linear(given["x"]).tanh()
+            given["sum"] = given["sum"] + given["x"]
+        return given
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_blocks_write_into_a_list_or_dict_of_the_caller_is_there(kind, size):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(*[Collecting(kind) for _ in range(3)])
+
+        def forward(self, x):
+            given = [x] if kind is list else {"x": x, "sum": x * 0}
+            self.body(given)
+            return sum(given) if kind is list else given["sum"]
+
+    equal_gradients(Net, {"body": size})
+
+
+def test_none_beside_a_tensor_at_the_border_of_an_in_place_block():
+    class Pair(nn.Module):
+        inplace = True
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair):
+            x, nothing = pair
+            assert nothing is None
+            return self.linear(x.relu_()), None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.body = nn.Linear(4, 4), nn.Sequential(Pair(), Pair())
+
+        def forward(self, x):
+            return self.body((self.stem(x), None))[0]
+
+    equal_gradients(Net, {"body": 1})

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_device import SlowDevice
-
-from hooklab.stores import PinnedMemory
+from fake_device import SlowDevice, SlowMemory
 
 FILE = Path(__file__).parent / "benchmarks" / "gpu_offload.py"
 
@@ -50,7 +48,7 @@ def test_without_a_gpu_nothing_is_measured(benchmark, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 def test_gradients_agree_through_a_device_that_is_slow(benchmark):
     device = SlowDevice()
-    task = benchmark.Task("resnet18", 2, 32, "cpu", lambda: PinnedMemory(in_flight=50_000, device=device))
+    task = benchmark.Task("resnet18", 2, 32, "cpu", lambda: SlowMemory(device, in_flight=50_000))
     assert all(benchmark.gradients_agree(task).values())
     assert device.copies > 0
     assert device.hazards == 0

@@ -322,6 +322,24 @@ def test_sparse_tensors_stay():
     assert torch.equal(dense.grad, torch.ones(3, 3))
     assert sparse.grad.to_dense().shape == (3, 3)
     assert offload.moved_bytes == dense.nbytes
+    assert offload.kept_bytes == 3 * 4 + 2 * 3 * 8  # its values and its indices
+
+
+def test_negative_views_quantized_and_nested_tensors_stay_and_are_counted():
+    x, conj = leaf(10), torch.randn(10, dtype=torch.complex64).conj()
+    quantized = torch.quantize_per_tensor(torch.ones(10), 0.1, 0, torch.qint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for tensor, size in ((conj.imag, 40), (quantized, 10), (nested, 20)):
+        offload = Offload(to=CountingStore(), min_bytes=0)
+        assert offload._unpack(offload._pack(tensor)).dim() == tensor.dim()
+        assert (offload.moved_bytes, offload.kept_bytes) == (0, size)
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
+        y = x * conj.imag
+    assert (offload.moved_bytes, offload.kept_bytes) == (0, 40)
+    y.sum().backward()
+    assert torch.equal(x.grad, conj.imag)
 
 
 def test_subclasses_stay_what_they_are():
@@ -526,7 +544,7 @@ def test_a_graph_that_is_dropped_gives_everything_back_without_gc(keep):
         del y, z
         assert store.held == 0
         assert output() is None
-        assert (offload._queue.waiting_bytes, offload._queue.found) == (0, {})
+        assert (offload._queue.waiting.used, offload._queue.found) == (0, {})
         reference = weakref.ref(offload)
         del offload
         assert reference() is None
@@ -548,7 +566,7 @@ def test_a_long_loop_in_one_block_leaves_no_list_behind():
     with Offload(to=CountingStore(), keep=EVERYTHING, min_bytes=0) as offload:
         for _ in range(50):
             x.exp().sum().backward()
-    assert len(offload._queue.waiting) <= 2
+    assert len(offload._queue.packed) <= 2
     assert offload._queue.found == {}
 
 
@@ -661,6 +679,24 @@ def test_what_lies_ready_is_bounded(prefetch):
     store.read = lambda slot: most.append(offload._queue.ahead.used) or stock(slot)
     y.sum().backward()
     assert max(most) <= prefetch
+
+
+def test_what_waits_to_be_used_again_is_bounded_by_its_memory():
+    """A slice is moved without what lies between its elements, but laid out again with it."""
+    base, weights = torch.randn(100, 100), [leaf(100) for _ in range(16)]
+    offload = Offload(to=CountingStore(), prefetch=base.nbytes * 2, min_bytes=0)
+    with offload:
+        columns = [base[:, number] for number in range(16)]
+        first = sum((weight * column).sum() for weight, column in zip(weights, columns, strict=True))
+        second = sum((weight * column).sum() for weight, column in zip(weights, columns, strict=True))
+    assert offload.moved_bytes == 16 * 400
+    first.backward()
+    waiting = [packed.tensor for packed in offload._queue.packed.values() if packed.tensor is not None]
+    assert 0 < sum(tensor.untyped_storage().nbytes() for tensor in waiting) <= base.nbytes * 2
+    second.backward()
+    assert nothing_lies_ready(offload)
+    for weight, column in zip(weights, columns, strict=True):
+        assert torch.equal(weight.grad, 2 * column)
 
 
 def test_reading_ahead_begins_while_what_stayed_is_used():
@@ -781,7 +817,7 @@ def test_many_threads_on_one_context(to):
     for one, other in zip(expected, found, strict=True):
         assert all(map(torch.equal, one, other))
     assert offload.moved_bytes > 0
-    assert offload._queue.waiting_bytes == 0
+    assert offload._queue.waiting.used == 0
     assert nothing_lies_ready(offload)
 
 
@@ -824,7 +860,7 @@ def test_a_store_that_fails_to_write_leaves_the_next_step_right():
         y = x.exp().sin()
     y.sum().backward()
     assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
-    assert (offload._queue.waiting_bytes, store.held) == (0, 0)
+    assert (offload._queue.waiting.used, store.held) == (0, 0)
 
 
 def test_a_store_that_fails_to_write_an_older_tensor_does_not_lose_it():
@@ -906,6 +942,11 @@ def test_bad_arguments_are_refused(options, error, message):
         Offload(**options)
 
 
+def test_a_class_in_place_of_a_store_is_refused():
+    with pytest.raises(TypeError, match=r"found the class CountingStore; make one: to=CountingStore\(\)"):
+        Offload(to=CountingStore)
+
+
 def test_a_store_without_read_is_refused():
     class Half:
         def write(self, tensor):
@@ -917,7 +958,7 @@ def test_a_store_without_read_is_refused():
 
 def test_a_model_that_is_not_called_is_announced():
     idle = Offload(nn.Linear(2, 2), to=CountingStore())
-    with pytest.warns(UserWarning, match="nothing was saved for backward inside the block"), idle:
+    with pytest.warns(UserWarning, match="nothing was saved for backward by this block"), idle:
         pass
     model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="with grad on"), Offload(model, to=CountingStore()), torch.no_grad():
@@ -1037,11 +1078,11 @@ def test_what_is_collected_while_another_thread_holds_the_queue_waits_for_nobody
     box.clear()  # returns, though the queue is in other hands
     go_on.set()
     thread.join()
-    assert offload._queue.waiting_bytes > 0
+    assert offload._queue.waiting.used == 0
     with offload:
         (w * 1).sum()
         w.exp().sum()
-    assert offload._queue.waiting_bytes == 0
+    assert offload._queue.waiting.used == 0
 
 
 def test_noise_that_is_filled_after_it_was_saved_is_moved_filled(store):

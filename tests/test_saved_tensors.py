@@ -432,7 +432,7 @@ def test_a_block_cannot_be_opened_twice_at_a_time():
 
 def test_a_model_that_is_not_called_is_announced():
     with (
-        pytest.warns(UserWarning, match="nothing was saved for backward inside the block"),
+        pytest.warns(UserWarning, match="nothing was saved for backward by this block"),
         saved_tensors(nn.Linear(2, 2)),
     ):
         pass
@@ -491,3 +491,23 @@ def test_what_an_operation_in_place_saves_is_its_own(edit):
     assert len(saved) == 2
     assert names <= {type(result.grad_fn).__name__, "CopySlices", type(a.grad_fn).__name__}
     assert not names & {"CloneBackward0", "AsStridedBackward0", ""}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_saved_twice_is_one_memory(layout):
+    sparse, dense = torch.eye(3).to_sparse(layout=layout), leaf(3, 3)
+    with saved_tensors() as saved:
+        for _ in range(2):
+            torch.sparse.mm(sparse, dense)
+    numbers = {record.storage for record in saved}
+    assert (len(saved), len(numbers)) == (2, 1)
+    assert saved.total_bytes == 2 * saved.unique_bytes > 0
+
+
+def test_what_a_failed_operation_saved_has_no_name():
+    a, b = leaf(2, 3), leaf(2, 3)
+    with saved_tensors() as saved:
+        with pytest.raises(RuntimeError):
+            a @ b
+        a * b
+    assert [record.operation for record in saved] == ["", "", "MulBackward0", "MulBackward0"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_device import SlowDevice
+from fake_device import SlowDevice, SlowMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,7 +121,10 @@ def test_disk_keeps_nan_inf_and_minus_zero():
     assert store.read(store.write(tensor)).view(torch.int32).tolist() == tensor.view(torch.int32).tolist()
 
 
-@pytest.mark.parametrize("tensor", [torch.empty(0), torch.tensor(3.0), torch.arange(6.0).reshape(2, 3).t()])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(0), torch.tensor(3.0), torch.arange(6.0).reshape(2, 3).t(), torch.ones(1, 50)[:, 0]],
+)
 def test_disk_takes_any_shape_and_reads_it_flat(tensor):
     store = Disk()
     assert torch.equal(store.read(store.write(tensor)), tensor.flatten())
@@ -190,13 +193,13 @@ def test_disk_refuses_a_folder_that_it_cannot_write_to(tmp_path):
         Disk(folder)
 
 
-def short_and_full(real, room):
+def short_and_full(real, room, number=errno.ENOSPC):
     """A `pwrite` on a disk with `room` bytes left: first it writes less than asked, then it fails."""
     left = [room]
 
     def pwrite(descriptor, content, start):
         if not left[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         written = real(descriptor, content[: left[0]], start)
         left[0] -= written
         return written
@@ -218,6 +221,16 @@ def test_a_full_disk_is_named_with_the_bytes_wanted_and_free(tmp_path, monkeypat
     after = store.write(torch.ones(1_000_000))
     assert store.read(after).sum() == 1_000_000
     assert end(store._row) == after.start + 4_000_256  # the failed one left no hole
+
+
+@pytest.mark.skipif(not hasattr(os, "pwrite"), reason="this system has no pwrite")
+def test_a_file_that_may_not_grow_further_is_named(tmp_path, monkeypatch):
+    store = Disk(tmp_path)
+    monkeypatch.setattr(os, "pwrite", short_and_full(os.pwrite, 1000, errno.EFBIG))
+    with pytest.raises(OSError, match=r"a file may not grow further in .*: 4,000 bytes wanted") as error:
+        store.write(torch.ones(1_000))
+    assert error.value.errno == errno.EFBIG
+    assert str(tmp_path) in str(error.value)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts a small disk as only Linux does")
@@ -308,7 +321,7 @@ def device():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pinned_memory_gives_back_every_bit(device, dtype):
-    store = PinnedMemory(chunk=4096, device=device)
+    store = SlowMemory(device, chunk=4096)
     tensor = (torch.randn(5, 7) * 3).to(dtype)
     again = store.read(store.write(tensor))
     assert torch.equal(again.view(torch.uint8), tensor.flatten().view(torch.uint8))
@@ -316,7 +329,7 @@ def test_pinned_memory_gives_back_every_bit(device, dtype):
 
 
 def test_a_source_stays_until_it_is_copied(device):
-    store = PinnedMemory(device=device)
+    store = SlowMemory(device)
     written = store.write(torch.arange(1000.0))  # nobody else holds it
     assert device.copies == 0
     gc.collect()
@@ -325,7 +338,7 @@ def test_a_source_stays_until_it_is_copied(device):
 
 
 def test_sources_on_their_way_are_bounded(device):
-    store = PinnedMemory(in_flight=10_000, device=device)
+    store = SlowMemory(device, in_flight=10_000)
     slots = [store.write(torch.full((1000,), float(number))) for number in range(10)]
     held = sum(source.nbytes for _, source in store._leaving)
     assert held <= 10_000
@@ -335,7 +348,7 @@ def test_sources_on_their_way_are_bounded(device):
 
 
 def test_sources_that_are_copied_are_forgotten_without_waiting(device):
-    store = PinnedMemory(device=device)
+    store = SlowMemory(device)
     first = store.write(torch.ones(10))
     device.step()
     second = store.write(torch.ones(10))
@@ -345,7 +358,7 @@ def test_sources_that_are_copied_are_forgotten_without_waiting(device):
 
 
 def test_a_prefetch_is_read_without_a_second_copy(device):
-    store = PinnedMemory(device=device)
+    store = SlowMemory(device)
     written = store.write(torch.arange(5))
     store.prefetch(written)
     store.prefetch(written)
@@ -357,7 +370,7 @@ def test_a_prefetch_is_read_without_a_second_copy(device):
 
 
 def test_a_prefetch_that_nobody_reads_ends_well(device):
-    store = PinnedMemory(device=device)
+    store = SlowMemory(device)
     written = store.write(torch.arange(5))
     store.prefetch(written)
     del written
@@ -367,7 +380,7 @@ def test_a_prefetch_that_nobody_reads_ends_well(device):
 
 
 def test_room_of_slots_that_were_never_copied_is_used_again_in_order(device):
-    store = PinnedMemory(chunk=ALIGNMENT, device=device)
+    store = SlowMemory(device, chunk=ALIGNMENT)
     store.write(torch.full((100,), 1.0))  # let go at once, its copy still to come
     second = store.write(torch.full((100,), 2.0))
     assert store.read(second).unique().tolist() == [2.0]
@@ -377,7 +390,7 @@ def test_room_of_slots_that_were_never_copied_is_used_again_in_order(device):
 
 def test_chunks_grow_to_their_limit_and_are_used_again(device, monkeypatch):
     monkeypatch.setattr("hooklab.stores.MIN_CHUNK", 4096)
-    store = PinnedMemory(chunk=16_384, device=device)
+    store = SlowMemory(device, chunk=16_384)
     for _ in range(3):
         slots = [store.write(torch.zeros(1000)) for _ in range(10)]
         sizes = [memory.nbytes for _, memory in store._chunks]
@@ -412,7 +425,7 @@ def test_gradients_through_a_slow_device_are_the_same(device, keep, prefetch):
     x = torch.randn(16, 32)
     model(x).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    store = PinnedMemory(in_flight=5_000, device=device)
+    store = SlowMemory(device, in_flight=5_000)
     for _ in range(3):
         model.zero_grad()
         with Offload(model, to=store, keep=keep, prefetch=prefetch, min_bytes=0) as offload:
