@@ -10,7 +10,7 @@ UV_NEEDED := $(UV)
 endif
 # Kernels start twice as fast from compiled bytecode, also where the environment forbids writing it.
 unexport PYTHONDONTWRITEBYTECODE
-READY := .venv/.hooklab-ready
+READY := $(or $(UV_PROJECT_ENVIRONMENT),.venv)/.hooklab-ready
 RUN := $(UV) run --quiet
 # One process per core, four at the most: each holds a kernel with PyTorch loaded.
 PYTEST := $(RUN) pytest -n auto --maxprocesses 4
@@ -50,7 +50,7 @@ test: $(READY)
 	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST)
 
 screenshots: $(READY)
-	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q tests/test_browser.py
+	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs tests/test_browser.py
 
 # ATEN_CPU_CAPABILITY=default switches vector instructions off; HOOKLAB_THREADS is what lesson.start() uses.
 test-portable: export HOOKLAB_AGAIN = 0

@@ -1,11 +1,14 @@
 """How notebooks are compared: in this environment's own kernel, strictly, pictures by their facts."""
 
 import gc
+import math
 import os
 import tempfile
+import time
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
+from queue import Empty
 
 import forked_kernels
 import nbval.kernel
@@ -37,6 +40,8 @@ def pytest_configure(config):
         environment.setenv(forked_kernels.SHARED, str(folder / "data"))
     environment.setenv("JUPYTER_DATA_DIR", os.environ[forked_kernels.SHARED])
     environment.setattr(nbval.kernel, "start_new_kernel", partial(start_twice, nbval.kernel.start_new_kernel))
+    kernel = nbval.kernel.RunningKernel
+    environment.setattr(kernel, "await_reply", partialmethod(notice_death, kernel.await_reply))
 
 
 def start_twice(start, *args, **kwargs):
@@ -45,6 +50,19 @@ def start_twice(start, *args, **kwargs):
         return start(*args, **kwargs)
     except RuntimeError:
         return start(*args, **kwargs)
+
+
+def notice_death(kernel, await_reply, message, timeout=None):
+    """A kernel that died answers nothing: say so at once, and not that the time is over."""
+    end = time.monotonic() + (math.inf if timeout is None else timeout)
+    while True:
+        try:
+            return await_reply(kernel, message, timeout=1)
+        except Empty:
+            if not kernel.is_alive():
+                raise RuntimeError("the kernel died in this cell") from None
+            if time.monotonic() > end:
+                raise
 
 
 def pytest_collection_modifyitems(items):

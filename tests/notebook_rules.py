@@ -160,6 +160,42 @@ def opening(notebook: Notebook) -> Iterator[str]:
         yield f"{first.id}: says {stated and stated[0]}, the minutes in the metadata add up to {planned}"
 
 
+def parts(notebook: Notebook) -> Iterator[str]:
+    """What every notebook has, in this order; 00 comes before hooks that one could do without, and recalls nothing."""
+    first, second, *_ = notebook.cells
+    for language, half in first.halves.items():
+        goals = re.findall(r"^(\d)\. ", half, re.MULTILINE)
+        if not 1 <= len(goals) <= 3:
+            yield f"{first.id}: {len(goals)} goals in {language}; one to three"
+    minutes = sum(cell.node.metadata.get("minutes", 0) for cell in notebook.cells)
+    if not 10 <= minutes <= 25:
+        yield f"{first.id}: {minutes} minutes; 10 to 25"
+    begins = notebook.stem.startswith("00")
+    if not begins and not ("回想" in second.source and "Recall" in second.source):
+        yield f"{second.id}: no question that recalls the notebook before ('回想一下', 'Recall')"
+    wanted = [*([] if begins else ["When not to"]), "Recap", "Exercises"]
+    headings = [
+        line
+        for cell in notebook.cells
+        if not cell.is_code
+        for line in cell.source.splitlines()
+        if line[:3] == "## "
+    ]
+    found = [name for heading in headings for name in wanted if f"· {name}" in heading]
+    if found[-len(wanted) :] != wanted:
+        yield f"the last sections should be {wanted}, found {found}"
+    asked = [
+        "guess = None" in cell.source
+        for cell in notebook.code
+        if "guess = None" in cell.source or "check.predict(" in cell.source
+    ]
+    if asked != [True, False] * (len(asked) // 2):
+        yield "before each check.predict one cell should say guess = None"
+    for cell in notebook.code:
+        if prose_rules.HAN.search(cell.source):
+            yield f"{cell.id}: Chinese in the code; code and what it prints are English"
+
+
 def practice(notebook: Notebook) -> Iterator[str]:
     calls = {
         name: [cell for cell in notebook.code if f"check.{name}(" in cell.source]
@@ -206,7 +242,8 @@ def _sections(cells: list[Cell]) -> list[list[Cell]]:
 
 RULES: list[Rule] = [
     normal_form, execution_counts, expected_errors, sources_covered, code_length, machine_traces, decimals,
-    pictures_have_facts, links, tags, opening, practice, slides,
-    prose_rules.headings, prose_rules.two_languages, prose_rules.length, prose_rules.same_spans,
-    prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape, prose_rules.folds, prose_rules.glossary,
+    pictures_have_facts, links, tags, opening, parts, practice, slides,
+    prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
+    prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
+    prose_rules.folds, prose_rules.glossary,
 ]  # fmt: skip

@@ -44,6 +44,14 @@ def two_languages(notebook) -> Iterator[str]:
                 yield f"{cell.id}: {zh} Chinese characters in the Chinese half, {en} in the English half"
 
 
+def punctuation(notebook) -> Iterator[str]:
+    """After Chinese it is full-width."""
+    for cell, zh, _ in _pairs(notebook):
+        text = SPAN.sub("", FENCE.sub("", LINK.sub("", zh)))
+        if found := re.search(r".{0,4}[\u4e00-\u9fff](?:[,;:!?(]|\.(?!\w))", text):
+            yield f"{cell.id}: {found[0]!r} has half-width punctuation after Chinese"
+
+
 def length(notebook) -> Iterator[str]:
     for cell, zh, en in _pairs(notebook):
         words, characters = (

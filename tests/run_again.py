@@ -27,6 +27,16 @@ def pytest_runtest_call(item):
     return result
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Say which cell failed, as JupyterLab numbers it, and which of the two outputs is which."""
+    report = yield
+    if report.failed and isinstance(item, IPyNbCell):
+        where = f"{item.cell['id']!r}, [{item.cell_num + 1}] in JupyterLab; '+' is what is stored, '-' what it showed now"
+        report.sections.append(("the cell", where))
+    return report
+
+
 def run(item, cell, when):
     """The outputs of a cell in the kernel of its notebook. They are compared with nothing."""
     stored, checked = item.cell, item.options["check"]

@@ -85,7 +85,7 @@ def test_an_interrupt_reaches_the_kernel():
 
 
 def test_what_is_read_at_import_gets_a_kernel_that_starts_afresh():
-    with kernel(env={**os.environ, "OMP_NUM_THREADS": "1"}) as (_, client):
+    with kernel(env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ANOTHER": "1"}) as (_, client):
         assert not evaluate(client, FORKED)
         assert evaluate(client, "torch.get_num_threads()", "import torch") == 1
 

@@ -119,6 +119,30 @@ RULE_DAMAGES = {
         lambda notebook: cell(notebook, "retain-run").metadata.update(tags=["nbval-skip"]),
         notebook_rules.tags,
     ),
+    "four goals": (
+        lambda notebook: replace(notebook, "title", "3. ", "3. more;\n4. "),
+        notebook_rules.parts,
+    ),
+    "no question to recall": (
+        lambda notebook: replace(notebook, "before", "Recall", "Remember"),
+        notebook_rules.parts,
+    ),
+    "no recap": (
+        lambda notebook: replace(notebook, "recap", "## 小结 · Recap", ""),
+        notebook_rules.parts,
+    ),
+    "no cell for a guess": (
+        lambda notebook: replace(notebook, "where-guess", "guess = None", "pass"),
+        notebook_rules.parts,
+    ),
+    "Chinese in the code": (
+        lambda notebook: replace(notebook, "weights-run", "\n", "  # 权重\n"),
+        notebook_rules.parts,
+    ),
+    "half-width punctuation": (
+        lambda notebook: replace(notebook, "recap", "，", ", ", "zh"),
+        prose_rules.punctuation,
+    ),
     "another set-up cell": (
         lambda notebook: replace(notebook, "setup", "lesson.start()", "lesson.start(1)"),
         notebook_rules.opening,
@@ -309,6 +333,37 @@ def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeyp
     monkeypatch.setattr(refresh.sources_table, "PATH", tmp_path / "SOURCES.md")
     assert refresh.main([]) == 1
     assert re.search(r"cell 'where-build' failed.*no_such_module", capsys.readouterr().out)
+    assert notebook.path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import os; os._exit(139)", "the kernel died in cell 'setup'"),
+        ("import time; time.sleep(60)", "cell 'setup' took longer than 2 s"),
+        (None, "it is not a notebook as it stands"),
+    ],
+)
+def test_refresh_says_what_ended_a_run(source, said, tmp_path, monkeypatch, capsys):
+    import refresh
+
+    def spoil(notebook):
+        if source:
+            cell(notebook, "setup").source = source
+
+    notebook = damaged(tmp_path, spoil)
+    if source is None:
+        notebook.path.write_text(
+            "<<<<<<< HEAD\n" + notebook.path.read_text(encoding="utf-8"), encoding="utf-8"
+        )
+    before = notebook.path.read_bytes()
+    for name in ("JUPYTER_DATA_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, os.environ[name])
+    monkeypatch.setattr(refresh, "CELL_TIMEOUT_S", 2)
+    monkeypatch.setattr(notebook_form, "paths", lambda: [notebook.path])
+    monkeypatch.setattr(refresh.sources_table, "PATH", tmp_path / "SOURCES.md")
+    assert refresh.main([]) == 1
+    assert said in capsys.readouterr().out
     assert notebook.path.read_bytes() == before
 
 
