@@ -28,7 +28,7 @@ class Segmented(nn.Sequential):
 
     _hooklab_kind: type = nn.Sequential  # what it was, and will be again
     _hooklab_blocks: int  # in a segment
-    _hooklab_called = False
+    _hooklab_called: list[bool]  # empty until it is
 
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)
@@ -41,7 +41,8 @@ class Segmented(nn.Sequential):
         return object.__new__, (self._hooklab_kind,), vars(self)
 
     def forward(self, input: Any) -> Any:
-        type(self)._hooklab_called = True
+        if not self._hooklab_called:
+            self._hooklab_called.append(True)
         if not torch.is_grad_enabled():
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
@@ -177,7 +178,7 @@ class Segments:
         self._switched = _checked(model, plan)
         for name, module in self._switched.items():
             kind = type(module)
-            facts = {"_hooklab_kind": kind, "_hooklab_blocks": plan[name]}
+            facts = {"_hooklab_kind": kind, "_hooklab_blocks": plan[name], "_hooklab_called": []}
             module.__class__ = type(kind.__name__, (Segmented, kind), facts)
 
     def remove(self) -> None:
