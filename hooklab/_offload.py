@@ -47,7 +47,6 @@ class Packed:
         self.queue, self.number = queue, queue.count
         self.geometry = Geometry(tensor)
         self.nbytes = self.geometry.nbytes
-        self.storage = weakref.ref(tensor.untyped_storage())
         # The tensor itself until it moves; after that what was read, as long as it is wanted once more.
         self.tensor, self.version = hold(tensor)
         # Without a gradient it may be filled only after it is saved, as the noise of RReLU is.
@@ -80,14 +79,11 @@ class Packed:
 
     def read_ahead(self) -> bool:
         """Begin to read; False if there is no room."""
-        if self.room is not None:
-            return True
-        if not self.queue.ahead.enter(self, self.nbytes):
-            return False
-        try:
-            self.queue.store.prefetch(self.slot)
-        except (OSError, RuntimeError):  # it was a hint; what is really wrong, `read` will say
-            self.leave()
+        if self.room is None and self.queue.ahead.enter(self, self.nbytes):
+            try:
+                self.queue.store.prefetch(self.slot)
+            except (OSError, RuntimeError):  # it was a hint; what is really wrong, `read` will say
+                self.leave()
         return self.room is not None
 
     def leave(self) -> None:
@@ -116,13 +112,11 @@ class Queue:
         self.lock = threading.RLock()  # backward may run in other threads
 
     def pack(self, tensor: Tensor) -> Packed:
-        storage = tensor.untyped_storage()
-        place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        memory = weakref.ref(tensor.untyped_storage())  # equal to no other one, also when it is gone
+        place = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = (*place, tensor._version, tensor.is_conj())
         with self.lock:
-            packed = self.found.get(key)
-            # A new storage may have the id of a dead one.
-            if packed is None or packed.storage() is not storage:
+            if (packed := self.found.get(key)) is None:
                 self.found[key] = self.packed[self.count] = packed = Packed(self, tensor)
                 self.waiting.enter(packed, packed.nbytes)
                 self.count += 1
@@ -144,16 +138,16 @@ class Queue:
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:
-            expected = packed.room is not None
             tensor = packed.content()
             if self.reads_ahead:
-                self.read_ahead(packed.number, expected)
+                self.read_ahead(packed.number)
         return tensor
 
-    def read_ahead(self, number: int, expected: bool) -> None:
+    def read_ahead(self, number: int) -> None:
         """Backward goes from the newest to the oldest: go on where the last hint ended, while there is room."""
-        if expected and self.reached in self.packed:
-            number = min(number, self.reached)
+        last = self.packed.get(self.reached)
+        if last is not None and last.room is not None:  # it still waits to be used
+            number = min(number, last.number)
         while (older := self.packed.get(number - 1)) is not None and older.read_ahead():
             number -= 1
         self.reached = number

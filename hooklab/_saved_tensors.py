@@ -146,7 +146,7 @@ class SavedTensors(Sequence[SavedTensor]):
         refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        self._unnamed: list[weakref.ref[Saved]] = []  # and the Node is not there yet
+        self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
         self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
@@ -168,15 +168,11 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def _packing(self) -> tuple[Callable, Callable]:
         outer = outer_hooks()
+        # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
+        record = weakref.WeakMethod(self._record)
 
         def pack(tensor: Tensor) -> Saved:
-            number, held, owner = self._memory(tensor)
-            memory = nbytes(tensor), number, held, tensor._version, owner
-            record = SavedTensor(self._module(), "", first_shape(tensor), tensor.dtype, *memory)
-            self._records.append(record)
-            saved = Saved(self._log, record, hold(tensor) if outer is None else outer[0](tensor))
-            self._unnamed.append(weakref.ref(saved))
-            return saved
+            return record()(tensor, hold(tensor) if outer is None else outer[0](tensor))
 
         def unpack(saved: Saved) -> Tensor:
             if NODE_CREATION_HOOK is None and not saved.record.operation:
@@ -185,6 +181,14 @@ class SavedTensors(Sequence[SavedTensor]):
 
         pack.hooklab_outer = outer
         return pack, unpack
+
+    def _record(self, tensor: Tensor, content: Any) -> "Saved":
+        facts = first_shape(tensor), tensor.dtype, nbytes(tensor)
+        record = SavedTensor(self._module(), "", *facts, *self._memory(tensor))
+        self._records.append(record)
+        saved = Saved(self._log, record, content)
+        self._unnamed.add(saved)
+        return saved
 
     def _module(self) -> str:
         """The name of the innermost module that is being called in this thread."""
@@ -195,27 +199,25 @@ class SavedTensors(Sequence[SavedTensor]):
             frame = frame.f_back
         return ""
 
-    def _memory(self, tensor: Tensor) -> tuple[int, int, str]:
-        """Number, bytes and owner of the memory behind a tensor."""
+    def _memory(self, tensor: Tensor) -> tuple[int, int, int, str]:
+        """Number, bytes, version and owner of the memory behind a tensor."""
         parts = SPARSE.get(tensor.layout)
         try:  # one stands for all parts
             storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
         except (RuntimeError, NotImplementedError):  # it has none of its own
-            return next(self._numbers), nbytes(tensor), ""
+            return next(self._numbers), nbytes(tensor), tensor._version, ""
         if storage not in self._memories:
             owner = self._owners.get(id(storage), "parameter" if is_parameter(tensor) else "")
             self._memories[storage] = next(self._numbers), owner
         number, owner = self._memories[storage]
-        return number, nbytes(tensor) if parts else storage.nbytes(), owner
+        return number, nbytes(tensor) if parts else storage.nbytes(), tensor._version, owner
 
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ in SAVES_NOTHING:
             return
         # A checkpoint has saved its input by itself, and its Nodes are not ours.
         displaced = not self._reached()
-        for saved in filter(
-            None, (reference() for reference in self._unnamed)
-        ):  # not those of an operation that failed
+        for saved in self._unnamed:  # those of an operation that failed are gone
             saved.record.operation = "" if displaced else type(node).__name__
         self._unnamed.clear()
 

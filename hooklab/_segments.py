@@ -1,7 +1,7 @@
 """How `checkpoint_segments` works: a Sequential that saves its input now and then, and computes the rest again."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -105,15 +105,16 @@ class Buffers:
         # Parameters and large buffers, of which there is no copy: with the version that the forward has used.
         self.used: dict[Tensor, int | None] = {}
 
-    def now(self) -> tuple[dict[nn.Module, bool], dict[tuple[nn.Module, str], Tensor | None]]:
-        buffers = {(owner, name): b for owner in self.owners for name, b in owner._buffers.items()}
-        return {owner: owner.training for owner in self.owners}, buffers
+    def now(self) -> tuple[dict[nn.Module, bool], dict[nn.Module, dict[str, Tensor | None]]]:
+        return {one: one.training for one in self.owners}, {
+            one: dict(one._buffers.items()) for one in self.owners
+        }
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
         modes, found = self.now()
-        values = _copies(found.values())
+        values = _copies(found)
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
@@ -121,7 +122,7 @@ class Buffers:
             unchanged = [b for b, copy in values.items() if b.numel() > SMALL and _equal(copy, b)]
             self.used = {tensor: _version(tensor) for tensor in (*filter(_is_there, parameters), *unchanged)}
             values.update(zip(unchanged, unchanged, strict=True))
-            self.before = modes, {place: values.get(b, b) for place, b in found.items()}
+            self.before = modes, _replaced(found, values)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -131,25 +132,32 @@ class Buffers:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
         modes, before = self.before
-        copies = _copies(before.values())  # memory may be full: nothing is replaced yet
+        copies = _copies(before)  # memory may be full: nothing is replaced yet
         now = self.now()
         try:
-            _put(modes, {place: copies.get(b, b) for place, b in before.items()})
+            _put(modes, _replaced(before, copies))
             yield
         finally:
             _put(*now)
 
 
-def _put(modes: dict[nn.Module, bool], buffers: dict[tuple[nn.Module, str], Tensor | None]) -> None:
+def _put(modes: dict[nn.Module, bool], buffers: dict[nn.Module, dict[str, Tensor | None]]) -> None:
     for module, training in modes.items():
         module.training = training
-    for (owner, name), buffer in buffers.items():
-        owner._buffers[name] = buffer
+        for name in set(module._buffers.keys()) - set(buffers[module]):  # a forward may register one
+            del module._buffers[name]
+        for name, buffer in buffers[module].items():
+            module._buffers[name] = buffer
 
 
-def _copies(buffers: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
+def _copies(buffers: dict[nn.Module, dict[str, Tensor | None]]) -> dict[Tensor, Tensor]:
     """One of each, though it may have several names."""
-    return {buffer: _copy(buffer) for buffer in dict.fromkeys(filter(_is_there, buffers))}
+    each = dict.fromkeys(b for named in buffers.values() for b in named.values() if _is_there(b))
+    return {buffer: _copy(buffer) for buffer in each}
+
+
+def _replaced(buffers: dict[nn.Module, dict[str, Tensor | None]], by: dict[Tensor, Tensor]) -> dict:
+    return {owner: {name: by.get(b, b) for name, b in named.items()} for owner, named in buffers.items()}
 
 
 def _equal(copy: Tensor, buffer: Tensor) -> bool:

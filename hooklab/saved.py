@@ -3,7 +3,7 @@
 import math
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -156,7 +156,6 @@ class Offload:
         self._reaches = getattr(store, "reaches", lambda tensor: True)
         self._queue = Queue(store, math.inf if store is None else keep, prefetch)
         self._own: dict[int, Any] = {}  # the storages of parameters and buffers, by id
-        self._saved_any = False
 
     @property
     def moved_bytes(self) -> int:
@@ -168,23 +167,25 @@ class Offload:
 
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
-        if self._model is not None and any(model is self._model for model, _ in _opened.blocks):
+        blocks = getattr(_opened, "blocks", ())
+        if self._model is not None and any(model is self._model for model, _ in blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
-        hooks = installed(self._pack, self._unpack)
+        # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
+        pack = weakref.WeakMethod(self._pack)
+        hooks = installed(lambda tensor: pack()(tensor), _unpack)
         hooks.__enter__()
-        _opened.blocks = *_opened.blocks, (self._model, hooks)
+        _opened.blocks = *blocks, (self._model, hooks)
         self._saved_any = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         *_opened.blocks, (model, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
-        if kind is not None:
-            return
-        eager(self._queue.make_room)(young=0)  # no operation is running any more
-        if not self._saved_any:
-            warn_of_nothing("Offload", model)
+        if kind is None:
+            eager(self._queue.make_room)(young=0)  # no operation is running any more
+            if not self._saved_any:
+                warn_of_nothing("Offload", model)
 
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
@@ -200,8 +201,9 @@ class Offload:
             self._queue.saved_bytes += nbytes(tensor)
         return hold(tensor)
 
-    def _unpack(self, packed: Packed | tuple[Tensor, int]) -> Tensor:
-        return self._queue.unpack(packed) if isinstance(packed, Packed) else unhold(packed)
+
+def _unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
+    return packed.queue.unpack(packed) if isinstance(packed, Packed) else unhold(packed)
 
 
 def _store(to: Any) -> Any:
@@ -215,7 +217,7 @@ def _store(to: Any) -> Any:
             f"Offload(to=...): expected a store, found the class {to.__name__}; make one: to={to.__name__}()"
         )
     missing = [name for name in ("write", "read") if not callable(getattr(to, name, None))]
-    if isinstance(to, str) or missing:
+    if missing:
         found = f"{to!r}" if isinstance(to, str) else f"{type(to).__name__} without {' and '.join(missing)}"
         raise TypeError(
             f'Offload(to=...): expected "cpu", "disk", or a store with write(tensor) -> slot and '
@@ -228,12 +230,8 @@ def _store(to: Any) -> Any:
 _shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDictionary()
 
 
-class _Opened(threading.local):
-    # Of this thread: each with its model and its hooks.
-    blocks: Sequence[tuple[nn.Module | None, Any]] = ()
-
-
-_opened = _Opened()
+# Of this thread: the `blocks`, each with its model and its hooks.
+_opened = threading.local()
 
 
 def _is_plain(tensor: Tensor) -> bool:

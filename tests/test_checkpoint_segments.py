@@ -789,3 +789,20 @@ def test_none_beside_a_tensor_at_the_border_of_an_in_place_block():
             return self.body((self.stem(x), None))[0]
 
     equal_gradients(Net, {"body": 1})
+
+
+def test_a_buffer_that_a_layer_registers_in_its_first_forward():
+    class Late(nn.Module):
+        def forward(self, x):
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", x.detach().abs().max().sin())
+            self.scale = self.scale + 1
+            return (x * self.scale).tanh()
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(Late(), nn.Linear(4, 4)))
+
+    x = torch.randn(3, 4)
+    plain, want, got = both(make, [x, x], {"1": 2})
+    assert all(map(torch.equal, want, got))
+    assert plain[1][0].scale > 1

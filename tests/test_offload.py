@@ -333,7 +333,7 @@ def test_negative_views_quantized_and_nested_tensors_stay_and_are_counted():
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for tensor, size in ((conj.imag, 40), (quantized, 10), (nested, 20)):
         offload = Offload(to=CountingStore(), min_bytes=0)
-        assert offload._unpack(offload._pack(tensor)).dim() == tensor.dim()
+        assert offload._pack(tensor)[0].dim() == tensor.dim()
         assert (offload.moved_bytes, offload.kept_bytes) == (0, size)
     with Offload(to=CountingStore(), min_bytes=0) as offload:
         y = x * conj.imag
@@ -1122,3 +1122,16 @@ def test_forward_mode_passes_through_the_disk():
         got = run()
     assert offload.moved_bytes > 0
     assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("keep", [0, EVERYTHING])
+def test_a_result_in_an_attribute_of_the_model_keeps_neither_alive(keep):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with Offload(model, to=CountingStore(), keep=keep, min_bytes=0) as offload:
+        model.loss = model(torch.ones(2, 3)).sum()
+    assert offload.moved_bytes + offload.kept_bytes > 0
+    del offload
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

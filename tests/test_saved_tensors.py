@@ -504,6 +504,7 @@ def test_a_sparse_tensor_saved_twice_is_one_memory(layout):
     assert saved.total_bytes == 2 * saved.unique_bytes > 0
 
 
+@names_nodes
 def test_what_a_failed_operation_saved_has_no_name():
     a, b = leaf(2, 3), leaf(2, 3)
     with saved_tensors() as saved:
@@ -511,3 +512,15 @@ def test_what_a_failed_operation_saved_has_no_name():
             a @ b
         a * b
     assert [record.operation for record in saved] == ["", "", "MulBackward0", "MulBackward0"]
+
+
+def test_a_result_in_an_attribute_of_the_model_keeps_neither_alive():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with saved_tensors(model) as saved:
+        model.loss = model(torch.ones(2, 3)).sum()
+    assert len(saved) > 0
+    del saved
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
