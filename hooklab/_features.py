@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id as graph_task
 from torch.compiler import is_compiling
 
@@ -17,7 +17,7 @@ from hooklab._packing import outer_hooks
 from hooklab._select import groups, uncompiled
 from hooklab._walk import called_by_itself, map_tensors, tensors_in
 
-__all__ = ["Enough", "Features", "recomputing"]
+__all__ = ["NO_BACKWARD", "Enough", "Features", "graph_task", "recomputing"]
 
 # Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
 NO_BACKWARD = -1
@@ -26,7 +26,7 @@ NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
 def recomputing() -> bool:
     """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
-    if graph_task() != NO_BACKWARD or is_compiling():
+    if graph_task() != NO_BACKWARD or not is_grad_enabled() or is_compiling():
         return graph_task() != NO_BACKWARD
     hooks = outer_hooks()
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")

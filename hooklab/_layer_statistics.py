@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 
-from hooklab._features import recomputing
+from hooklab._features import NO_BACKWARD, graph_task, recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short, unbatched
@@ -24,7 +24,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         super().__init__()
         self.of = of
         self._running: dict[str, Running] = {}
-        self._closed = False
+        self._open = [True]  # empty after it
         hook_for = self._on_output if of == "output" else self._on_gradient
         try:
             for module, names in groups(layers):
@@ -45,7 +45,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
     def remove(self) -> None:
         """Take the hooks off again; the figures stay. Twice is harmless."""
-        self._closed = True  # hooks on tensors that are still alive count no more
+        self._open.clear()  # hooks on tensors that are still alive count no more, nor do those of a copy
         super().remove()
 
     def __getitem__(self, name: str) -> Statistics:
@@ -82,10 +82,10 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     # ---- the hooks ----
 
     def _on_output(self, running: Running) -> Callable:
-        add = running.add
+        add, opened = running.add, self._open
 
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if not self._closed and not recomputing():
+            if opened and graph_task() == NO_BACKWARD and not (is_grad_enabled() and recomputing()):
                 if output.__class__ is Tensor:  # nearly always: the short way
                     add(output)
                     return
@@ -96,7 +96,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
     def _on_gradient(self, running: Running) -> Callable:
         def arrived(grad: Tensor | None) -> None:
-            if grad is not None and not self._closed:
+            if grad is not None and self._open:
                 running.add(unbatched(grad))
 
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
