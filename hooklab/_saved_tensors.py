@@ -151,7 +151,9 @@ class SavedTensors(Sequence[SavedTensor]):
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
-            contexts.enter_context(installed(*self._packing()))
+            ours = [self]  # while the block is open
+            contexts.callback(ours.clear)
+            contexts.enter_context(installed(*_packing(ours)))
             self._ours = outer_hooks()
             if NODE_CREATION_HOOK is not None:
                 contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
@@ -165,22 +167,6 @@ class SavedTensors(Sequence[SavedTensor]):
             warn_of_nothing("saved_tensors", self._model)
 
     # ---- the hooks ----
-
-    def _packing(self) -> tuple[Callable, Callable]:
-        outer = outer_hooks()
-        # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
-        record = weakref.WeakMethod(self._record)
-
-        def pack(tensor: Tensor) -> Saved:
-            return record()(tensor, hold(tensor) if outer is None else outer[0](tensor))
-
-        def unpack(saved: Saved) -> Tensor:
-            if NODE_CREATION_HOOK is None and not saved.record.operation:
-                saved.record.operation = _running_node()
-            return unhold(saved.content) if outer is None else outer[1](saved.content)
-
-        pack.hooklab_outer = outer
-        return pack, unpack
 
     def _record(self, tensor: Tensor, content: Any) -> "Saved":
         facts = first_shape(tensor), tensor.dtype, nbytes(tensor)
@@ -238,6 +224,22 @@ class Saved:
 
     def __del__(self) -> None:
         self.log.append((self.record, -1))
+
+
+def _packing(of: list[SavedTensors]) -> tuple[Callable, Callable]:
+    """A pair of hooks. Autograd keeps both with the graph, which must not keep the model: a result may be its attribute."""
+    outer = outer_hooks()
+
+    def pack(tensor: Tensor) -> Saved:
+        return of[0]._record(tensor, hold(tensor) if outer is None else outer[0](tensor))
+
+    def unpack(saved: Saved) -> Tensor:
+        if NODE_CREATION_HOOK is None and not saved.record.operation:
+            saved.record.operation = _running_node()
+        return unhold(saved.content) if outer is None else outer[1](saved.content)
+
+    pack.hooklab_outer = outer
+    return pack, unpack
 
 
 def nbytes(tensor: Tensor) -> int:

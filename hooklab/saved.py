@@ -168,24 +168,24 @@ class Offload:
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
         blocks = getattr(_opened, "blocks", ())
-        if self._model is not None and any(model is self._model for model, _ in blocks):
+        if self._model is not None and any(one._model is self._model for one, _ in blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
         # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
         pack = weakref.WeakMethod(self._pack)
         hooks = installed(lambda tensor: pack()(tensor), _unpack)
         hooks.__enter__()
-        _opened.blocks = *blocks, (self._model, hooks)
+        _opened.blocks = *blocks, (self, hooks)
         self._saved_any = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        *_opened.blocks, (model, hooks) = _opened.blocks
+        *_opened.blocks, (_, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
         if kind is None:
             eager(self._queue.make_room)(young=0)  # no operation is running any more
             if not self._saved_any:
-                warn_of_nothing("Offload", model)
+                warn_of_nothing("Offload", self._model)
 
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
@@ -230,7 +230,7 @@ def _store(to: Any) -> Any:
 _shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDictionary()
 
 
-# Of this thread: the `blocks`, each with its model and its hooks.
+# Of this thread: the `blocks` that are open, each with its Offload and its hooks.
 _opened = threading.local()
 
 
