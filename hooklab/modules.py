@@ -146,7 +146,8 @@ def with_grad(tensor: Tensor) -> Tensor:
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
     say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint and for
-    gradients that come in batches (`is_grads_batched=True`). An output that is a leaf (an `nn.Identity` on your
+    gradients that come in batches (`is_grads_batched=True`). Of a layer that returns its input as it is
+    (`nn.Identity`) the gradient is that of the tensor, from all its uses. An output that is a leaf (an `nn.Identity` on your
     own input) has a `.grad` of its own: read that one; nothing is hooked here.
 
     Args:
@@ -207,7 +208,8 @@ def layer_statistics(
         *patterns: which layers, as in `select`; `"**"` for all of them.
         of: `"output"`, or `"grad_output"` for the gradient with respect to the output, taken by a tensor hook
             on it (right beside in-place layers, and cheaper than a full backward hook; a view that the next
-            layer edits in place, as after `nn.Flatten`, gets none).
+            layer edits in place, as after `nn.Flatten`, gets none; of a layer that returns its input as it is the
+            gradient is that of the tensor, from all its uses).
         bins: the number of bins of a histogram for each call; 0 for none.
         range: what the bins cover, as `torch.histc` counts; entries below and above are counted apart.
 

@@ -538,9 +538,9 @@ def _examine_backward(answer):
     if not torch.equal(module.own.detach(), x.detach().clamp(min=0)):
         refuse(
             "edited_in_place",
-            zh="钩子原地改了 ReLU 自己的输出，而 ReLU 的反向还要用它：梯度会出错，或者报错。看第 4 节的末尾。",
+            zh="钩子原地改了 ReLU 自己的输出，而 ReLU 的反向还要用它：梯度会出错，或者报错。看第 4 节里 ReLU 报错的那个例子。",
             en="The hook edits the output of ReLU itself in place, and the backward of ReLU still needs it: the gradient will be "
-            "wrong, or backward will raise. See the end of section 4.",
+            "wrong, or backward will raise. See the example in section 4 in which ReLU raises.",
         )
     if not output.requires_grad:
         refuse(

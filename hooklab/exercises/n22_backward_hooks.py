@@ -126,22 +126,22 @@ def _refuse_what_backward_hooks_raise(error):
     if "invalid number of" in said:
         refuse(
             "wrong_number",
-            zh=f"PyTorch 说：`{said}`。它对反向钩子的返回值取 `len`，要和输入的个数相等；不是张量的输入也占一项。（第 2 节）",
-            en=f"PyTorch says: `{said}`. It takes the `len` of what a backward hook returns, which should be the number of inputs; "
-            "one that is no tensor takes a place too. (Section 2)",
+            zh=f"PyTorch 说：`{said}`。它对反向钩子的返回值取 `len`，要和输入（full backward pre-hook 是输出）的个数相等；不是张量的也占一项。（第 2 节）",
+            en=f"PyTorch says: `{said}`. It takes the `len` of what a backward hook returns, which should be the number of inputs "
+            "(of outputs, for a full backward pre-hook); what is no tensor takes a place too. (Section 2)",
         )
     if "changed the size" in said:
         refuse(
             "wrong_size",
-            zh="你的反向钩子返回的梯度，形状和对应的输入不一样。",
-            en="A gradient that your backward hook returns has not the shape of the input it belongs to.",
+            zh="你的反向钩子返回的梯度，形状和它顶替的那一个不一样。",
+            en="A gradient that your backward hook returns has not the shape of the one it replaces.",
         )
     if "BackwardHookFunction" in said:
         refuse(
             "full_backward_hook",
-            zh="模型里有原地的层，前向就报错了：模块的反向钩子不许别人原地改它的输出。（第 6 节）",
-            en="With layers in place in the model forward raises: a module's backward hook forbids editing its output in place. "
-            "(Section 6)",
+            zh="模型里有原地的层，前向就报错了：挂了反向钩子的模块，输入和输出都不许原地改写。（第 6 节）",
+            en="With layers in place in the model forward raises: with a backward hook neither the input nor the output of a module "
+            "may be edited in place. (Section 6)",
         )
     if "RemovableHandle" in said:
         refuse(

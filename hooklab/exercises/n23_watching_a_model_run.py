@@ -8,6 +8,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from hooklab.census import hooks_on
 from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.modules import layer_statistics
 
 # ---- what the three exercises share ----
 
@@ -577,13 +578,29 @@ class _Reader(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.again = self.norm
         self.head = nn.Linear(8, 3)
+        self.log = _Log()
         self.helper = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
-        self.runs: list[bool] = []  # of each forward, whether gradients were on
+        self.runs = _Shared()  # of each forward, whether gradients were on
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self.runs.append(torch.is_grad_enabled())
         hidden = self.again(self.encoder(self.embed(tokens))).mean(dim=1)
+        self.log(hidden)
         return (self.head(hidden), self.helper(hidden)) if self.training else self.head(hidden)
+
+
+class _Shared(list):
+    """A copy of the model notes its runs in the same list."""
+
+    def __deepcopy__(self, memo: dict) -> "_Shared":
+        return self
+
+
+class _Log(nn.Module):
+    """Returns nothing."""
+
+    def forward(self, hidden: Tensor) -> None:
+        hidden.mean()
 
 
 class _Either(nn.Module):
@@ -599,7 +616,7 @@ class _Either(nn.Module):
 
 NEVER = {"encoder.self_attn.out_proj", "helper.0", "helper.1", "helper.2"}
 INSIDE = {"encoder.linear1", "encoder.linear2", "encoder.dropout", "encoder.norm1", "encoder.norm2"}
-CALLED = {"embed", "norm", "head", "encoder.dropout1", "encoder.dropout2"} | INSIDE
+CALLED = {"embed", "norm", "log", "head", "encoder.dropout1", "encoder.dropout2"} | INSIDE
 
 
 def examine_never_called(answer):
@@ -719,6 +736,13 @@ def _examine_names(got):
             zh=f"列表是 `{sorted(found)}`，少了一层：它的权重用到了，它自己却没有被调用。",
             en=f"The list is `{sorted(found)}`, and one layer is missing: its weight is used, yet it is not called itself.",
         )
+    if found == NEVER | {"log"}:
+        refuse(
+            "no_tensor",
+            zh="多了 `log`：它被调用了，只是返回 `None`。统计里没有它，不等于没有调用。",
+            en="`log` is one too many: it was called, and returned `None`. Not to be in the statistics is not the same as not to be "
+            "called.",
+        )
     if found != NEVER:
         refuse(
             "wrong_list",
@@ -748,6 +772,12 @@ def never_all_modules(model, x):
         for handle in handles:
             handle.remove()
     return [name for name, module in model.named_modules() if module not in called]
+
+
+def never_by_statistics(model, x):
+    with torch.no_grad(), layer_statistics(model, "**") as stats:
+        model(x)
+    return [name for name in _leaves(model) if name not in stats]
 
 
 def never_with_weights(model, x):
@@ -884,6 +914,7 @@ NEVER_CALLED = Exercise(
         ],
         "missed_unused": never_children,
         "shared": never_by_name,
+        "no_tensor": never_by_statistics,
         "wrong_list": never_with_weights,
         "inverted": never_inverted,
         "one_name": never_one_name,
@@ -1296,10 +1327,10 @@ CHECKS = [
     ),
     Prediction(
         "23.4",
-        zh="这一层在前向开头检查自己和里面的模块有没有前向钩子或 pre-hook，有一个，就放弃快路径，逐个调用里面的模块。"
+        zh="这一层在前向开头检查自己和里面的模块有没有前向钩子或 pre-hook，有一个，就放弃快路径，一个个调用里面的模块（只有 `out_proj` 还是不调用）。"
         "全局钩子不在检查之列，所以单靠它看不见里面。",
         en="At the start of its forward the layer looks for forward hooks and pre-hooks on itself and on the modules inside; one is enough to give up "
-        "the fast path and call every module inside. Global hooks are not among those it looks for, so alone they see nothing "
+        "the fast path and call the modules inside one by one (all but `out_proj`). Global hooks are not among those it looks for, so alone they see nothing "
         "inside.",
     ),
     SHAPES,
