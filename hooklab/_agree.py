@@ -94,7 +94,10 @@ def _holds_words(value: Any) -> bool:
 
 
 def _names(guess: Any) -> set[str]:
-    items = re.findall(r"[\w.]+", guess) if isinstance(guess, str) else guess
+    if isinstance(guess, str):
+        written = _literal(guess)
+        guess = written if isinstance(written, set | list | tuple) else re.findall(r"[\w.]+", guess, re.ASCII)
+    items = guess
     try:
         return {str(item).casefold() for item in items}
     except TypeError:  # one number, say, where names were asked for

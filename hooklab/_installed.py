@@ -20,6 +20,10 @@ class Installed:
         """A copy of a hooked model has the same hooks, and they report here too."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was recorded can be pickled, as a part of a model perhaps; hooks stay where they are."""
+        return {**vars(self), "_handles": []}
+
     def __enter__(self) -> Self:
         if not self._handles:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hooklab._drawing import drawing
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics
 
@@ -161,11 +162,10 @@ def _bands(parts: list[str]) -> Iterator[tuple[int, int, str, bool]]:
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
     """A figure of this size in inches, and a list that holds its SVG afterwards: the same bytes each time."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     done: list[str] = []
-    with matplotlib.rc_context({"svg.hashsalt": "hooklab", "svg.fonttype": "none", "font.size": 8}):
+    with drawing():
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, done
         out = io.StringIO()

@@ -4,6 +4,7 @@ import io
 from collections import Counter
 from typing import Any
 
+from hooklab._drawing import drawing
 from hooklab._events import Event
 
 __all__ = ["facts", "svg"]
@@ -44,12 +45,11 @@ def facts(events: list[Event], lines: list[str]) -> str:
 
 def svg(events: list[Event]) -> str:
     """The timeline as SVG, the same bytes for the same events."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     depth = _depth_that_fits(events)
     rows = {label: row for row, label in enumerate(dict.fromkeys(_row(event, depth) for event in events))}
-    with matplotlib.rc_context({"svg.hashsalt": "hooklab", "svg.fonttype": "none", "font.size": 8}):
+    with drawing():
         figure = Figure(figsize=(9, 1.5 + 0.24 * len(rows)), layout="constrained")
         axes = figure.subplots()
         _phases(axes, events, len(rows))

@@ -17,6 +17,7 @@ from hooklab import _plots, _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, short
+from hooklab._walk import first_shape
 from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
@@ -388,8 +389,11 @@ def _saved_by(node: Node) -> Iterator[str]:
         try:
             value = getattr(node, field)
         except RuntimeError as error:
-            edited = "modified by an inplace operation" in str(error)
-            state = "edited in place since, backward() will raise" if edited else "freed, backward() has run"
+            state = f"cannot be read ({str(error).splitlines()[0]})"
+            if "modified by an inplace operation" in str(error):
+                state = "edited in place since, backward() will raise"
+            elif "a second time" in str(error):
+                state = "freed, backward() has run"
             yield f"{field.removeprefix('_saved_')}: {state}"
             continue
         several = isinstance(value, tuple)
@@ -399,10 +403,13 @@ def _saved_by(node: Node) -> Iterator[str]:
 
 
 def _shape(tensor: Tensor) -> str:
-    return f"({', '.join(map(str, tensor.shape))})"
+    return f"({', '.join(map(str, first_shape(tensor)))})"
 
 
 def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[Node]) -> str:
+    names = {
+        name.replace("\\", "\\\\"): tensor for name, tensor in names.items()
+    }  # in dot it begins an escape
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # distutils' deprecation: torchviz's affair

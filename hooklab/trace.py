@@ -56,6 +56,16 @@ class Trace:
             self.remove()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was recorded can be copied and pickled, as a part of a model perhaps; hooks stay where they are."""
+        return {
+            "_recorded": list(self._recorded),
+            "_handles": [],
+            "_held": [],
+            "_watched": [],
+            "_removed": True,
+        }
+
     # ---- what a reader asks for ----
 
     @property
@@ -86,6 +96,7 @@ class Trace:
         try:
             self._contexts.enter_context(installed(*self._packing()))
             if NODE_CREATION_HOOK is not None:
+                self._hang_on_old_leaves()
                 self._contexts.enter_context(NODE_CREATION_HOOK(self._hang_on_node))
                 self._sees_new_nodes = True
         except BaseException:  # without __enter__ there is no __exit__
@@ -136,6 +147,19 @@ class Trace:
             record = self._on_gradient("multi-grad hook", ", ".join(tensors))
             self._handles += register_multi_grad_hook(list(tensors.values()), record)
 
+    def _hang_on_old_leaves(self) -> None:
+        """While an earlier graph lives, the Nodes of its parameters live too, and are not created anew."""
+        hung = set()
+        for _, reference, _ in self._watched:
+            if (tensor := reference()) is not None:
+                hung.update(behind(graph.get_gradient_edge(tensor).node))
+        for reference, _ in list(self._names.values()):
+            leaf = reference()
+            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
+                node = graph.get_gradient_edge(leaf).node
+                if node not in hung:
+                    self._hang_on_node(node)
+
     def _hang_on_node(self, node: graph.Node) -> None:
         # A compiler makes Nodes, and runs them, to see what backward will need.
         if self._removed or torch.compiler.is_compiling():
@@ -157,8 +181,9 @@ class Trace:
     def _on_forward_pre(self, label: str, *, root: bool) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
             if root:
-                self._calls.clear()
                 forget_interrupted(self._stack(), module)
+                if not self._stack():
+                    self._calls.clear()
             self._calls[label] += 1
             where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
             self._stack().append((module, where, sys.exception()))
@@ -204,7 +229,8 @@ class Trace:
 
         def unpack(packed: Any) -> Tensor:
             tensor = packed[0] if outer is None else outer[1](packed)
-            self._record("unpack", self._node().where, first_shape(tensor), self._node().inside)
+            if torch._C._current_graph_task_id() != -1:  # somebody reads a `_saved_*` attribute otherwise
+                self._record("unpack", self._node().where, first_shape(tensor), self._node().inside)
             return unhold(packed) if outer is None else tensor
 
         pack.hooklab_outer = outer

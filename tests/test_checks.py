@@ -289,6 +289,9 @@ def test_the_check_printed_in_contributing_works_as_it_stands():
         ("8, 0", [8, 0], True),
         ({"Linear", "Sequential"}, ["Linear", "Sequential"], False),  # a set has no order
         ({"Linear"}, ["Linear"], True),
+        ('{"tensor hook"}', {"tensor hook"}, True),
+        ("['tensor hook']", {"tensor hook"}, True),
+        ("x和y", {"y", "x"}, True),
     ],
 )
 def test_a_guess_is_compared_by_its_meaning(guess, actual, right):

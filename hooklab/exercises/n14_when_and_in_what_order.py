@@ -95,6 +95,7 @@ def examine_on_first_gradient(answer):
             en="`function` was called once, but the hook is still there and runs for nothing in every later backward.",
         )
     _examine_apart(answer)
+    _examine_none(answer)
     z, seen[:] = x * 2, []
     answer(z, function)
     torch.autograd.grad((z * 3).sum(), z)
@@ -138,6 +139,30 @@ def _examine_apart(answer):
             en=f"One on each of two tensors, two backwards: called `{list(counts.values())}` times instead of 1 each. Your calls "
             "share one variable.",
         )
+
+
+def _examine_none(answer):
+    """The hook of one half of a chunk receives None where only the other half is used."""
+    left, right = (torch.ones(4, requires_grad=True) * 2).chunk(2)
+    seen = []
+    answer(right, lambda grad: seen.append(None if grad is None else grad.tolist()))
+    left.sum().backward(retain_graph=True)
+    right.sum().backward()
+    if seen != [[1.0, 1.0]]:
+        refuse(
+            "counted_none",
+            zh="`chunk` 的另一半先做反向时，`tensor` 没有梯度，钩子收到的是 `None`（11）：这不算第一次，应当接着等。",
+            en="When the other half of a `chunk` went through backward first, `tensor` had no gradient and the hook received `None` "
+            "(11): that is not the first one; wait on.",
+        )
+
+
+def counts_none(tensor, function):
+    def hook(grad):
+        handle.remove()
+        function(grad)
+
+    handle = tensor.register_hook(hook)
 
 
 def stays(tensor, function):
@@ -228,6 +253,7 @@ ON_FIRST_GRADIENT = Exercise(
         "never_called": lambda tensor, function: tensor.register_hook(lambda grad: None),
         "not_hung": lambda tensor, function: tensor.register_hook(function).remove(),
         "shared": one_handle_for_all,
+        "counted_none": counts_none,
     },
     zh="触发一次，取下自己，不动梯度。",
     en="It fires once, takes itself off, and leaves the gradient alone.",

@@ -664,6 +664,41 @@ def examine_frugal(answer):
     del y, loss
     _examine_freed(block)
     _examine_segments(answer, dropout=False)
+    _examine_partial(answer, true)
+
+
+def _examine_partial(answer, true):
+    """The first backward takes a part of what was recomputed."""
+    block, x = _new()
+    loss = answer(block, x).square().sum()
+    torch.autograd.grad(loss, block.linears[-1].weight, retain_graph=True)
+    try:
+        loss.backward()
+        found = _gradients(block, x)
+    except (LookupError, RuntimeError):
+        found = []
+    if len(found) != len(true) or not all(map(torch.equal, found, true)):
+        refuse(
+            "partial_backward",
+            zh="第一次反向只求了最后一层的梯度，第二次反向就错了：当时交出去的又有人要，而手里还剩着别的。",
+            en="After a first backward that asked for the gradient of the last layer only, a second one went wrong: what was handed "
+            "out then is wanted again, while something else is still left.",
+        )
+
+
+def frugal_if_empty(block, x):
+    again, number = {}, itertools.count()
+
+    def unpack(index):
+        if not again:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                block(x)
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
 
 
 def _frugal_list(take):
@@ -771,6 +806,7 @@ FRUGAL = Exercise(
         "mixed_up": the_last_block,
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "recomputed_often": recomputes_each_time,
+        "partial_backward": frugal_if_empty,
         "nothing_saved": faithful_keeps,
         "no_graph": faithful_no_graph,
         "hooks_left": faithful_leaves_hooks,
@@ -835,7 +871,7 @@ class _Centred(nn.Module):
         return torch.tanh(x - self.mean)
 
 
-def _forwards_then_backward(make, count, contexts):
+def _forwards_then_backward(make, count, contexts, backwards=1):
     torch.manual_seed(0)
     block, batches = make(), [torch.randn(6, 4) for _ in range(count)]
     before = _copies(block)
@@ -847,7 +883,8 @@ def _forwards_then_backward(make, count, contexts):
 
     loss = sum(run(batch).square().sum() for batch in batches)
     middle = _copies(block)
-    loss.backward()  # the last forward first
+    for number in range(backwards):  # the last forward first
+        loss.backward(retain_graph=number + 1 < backwards)
     return SimpleNamespace(
         gradients=_gradients(block),
         before=before,
@@ -883,6 +920,27 @@ def examine_buffers(answer):
         _examine_step(name, make, 2, answer)
     for count in (1, 2):
         _examine_step("`persistent=False`", _Centred, count, answer)
+    _examine_two_backwards(answer)
+
+
+def _examine_two_backwards(answer):
+    want = _forwards_then_backward(_spectral, 1, None, backwards=2)
+    try:
+        got = _forwards_then_backward(_spectral, 1, answer, backwards=2)
+    except (AttributeError, RuntimeError, TypeError):
+        got = None
+    if (
+        not got
+        or not all(map(torch.equal, got.gradients, want.gradients))
+        or not _same(got.buffers, want.buffers)
+    ):
+        refuse(
+            "one_backward",
+            zh="前向一次，反向两次（`retain_graph=True`）：第二次出错了，或者结果不对。每次反向都要进一次第二个上下文，"
+            "而 `@contextmanager` 造出来的只能进一次（第 5 节）。",
+            en="One forward and two backwards (`retain_graph=True`): the second one fails, or its result is wrong. Each backward enters "
+            "the second context, and what `@contextmanager` makes can be entered once (section 5).",
+        )
 
 
 def _examine_step(name, make, count, answer):
@@ -960,6 +1018,21 @@ def _puts_found_back(block):
             yield
         finally:
             _put(block, found)
+
+    return _note(block, found), second()
+
+
+def _entered_once(block):
+    found = {}
+
+    @contextmanager
+    def second():
+        now = _copies(block)
+        _put(block, found)
+        try:
+            yield
+        finally:
+            _put(block, now)
 
     return _note(block, found), second()
 
@@ -1055,6 +1128,7 @@ BUFFERS = Exercise(
         "wrong_gradients": _second_only,
         "wrong_buffers": _no_finally,
         "never_updated": _puts_found_back,
+        "one_backward": _entered_once,
         "no_pair": lambda block: buffers_once(block)[1],
         "no_contexts": lambda block: (_note, _put),
         "raised": _swapped,
