@@ -102,9 +102,11 @@ class Features(Installed, Mapping[str, Any]):
             self._model(*args, **kwargs)
         except Exception as error:
             # The model may have caught it and raised an error of its own instead.
-            while error is not None and getattr(error, "of", None) is not self:
+            chain = []  # `raise error from error` makes a circle
+            while error is not None and error not in chain:
+                chain.append(error)
                 error = error.__cause__ or error.__context__
-            if error is None:
+            if not any(getattr(error, "of", None) is self for error in chain):
                 raise
         finally:
             self._wanted.clear()

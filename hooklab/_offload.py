@@ -47,6 +47,7 @@ class Packed:
         self.queue, self.number = queue, queue.count
         self.geometry = Geometry(tensor)
         self.nbytes = self.geometry.nbytes
+        self.storage = weakref.ref(tensor.untyped_storage())
         # The tensor itself until it moves; after that what was read, as long as it is wanted once more.
         self.tensor, self.version = hold(tensor)
         # Without a gradient it may be filled only after it is saved, as the noise of RReLU is.
@@ -62,15 +63,15 @@ class Packed:
 
     def content(self) -> Tensor:
         """The tensor as it was. Saved twice, it is read once, if there is room to keep it so long."""
-        if self.slot is None:
+        if self.room is self.queue.waiting:
             return unhold((self.tensor, self.version))
+        edits = 0 if self.tensor is None else self.tensor._version  # by a backward that was given it
+        if (found := self.counter._version + edits) != self.version:
+            refuse_edited(f"{self.counter.type()} {list(self.geometry.shape)}", found, self.version)
         if self.tensor is None:
-            # `data` begins to count at 0, and a backward that is given the tensor may edit it.
-            self.tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data
+            self.tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data  # whose version is 0
             self.left = self.uses
             self.leave()
-        if (found := self.counter._version + self.tensor._version) != self.version:
-            refuse_edited(f"{self.tensor.type()} {list(self.tensor.shape)}", found, self.version)
         tensor, self.left = self.tensor, self.left - 1
         if self.left <= 0 or not self.queue.again.enter(self, tensor.untyped_storage().nbytes()):
             self.tensor = None
@@ -112,11 +113,13 @@ class Queue:
         self.lock = threading.RLock()  # backward may run in other threads
 
     def pack(self, tensor: Tensor) -> Packed:
-        memory = weakref.ref(tensor.untyped_storage())  # equal to no other one, also when it is gone
-        place = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        storage = tensor.untyped_storage()
+        place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = (*place, tensor._version, tensor.is_conj())
         with self.lock:
-            if (packed := self.found.get(key)) is None:
+            packed = self.found.get(key)
+            # A new storage may have the id of a dead one.
+            if packed is None or packed.storage() is not storage:
                 self.found[key] = self.packed[self.count] = packed = Packed(self, tensor)
                 self.waiting.enter(packed, packed.nbytes)
                 self.count += 1

@@ -99,12 +99,12 @@ class SavedTensors(Sequence[SavedTensor]):
 
         Each memory is counted once, parameters and buffers not.
         """
-        held, now, holders = [], 0, Counter()
+        held, now, holders, sizes = [], 0, Counter(), Counter()
         for record, change in self._log:
             holders[record.storage] += change
-            # The first who holds it has come, or the last has gone.
-            if holders[record.storage] == (change > 0) and not record.owner:
-                now += change * record.storage_bytes
+            if not record.owner:  # a sparse tensor is larger than its values, which may be saved alone
+                size = max(sizes[record.storage], record.storage_bytes) if holders[record.storage] else 0
+                now, sizes[record.storage] = now + size - sizes[record.storage], size
             held.append(now)
         return held
 
@@ -259,7 +259,10 @@ def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
 
 def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:
     """The bytes of each memory that they lie in, by its number."""
-    return {record.storage: record.storage_bytes for record in records}
+    found: dict[int, int] = {}
+    for record in records:
+        found[record.storage] = max(record.storage_bytes, found.get(record.storage, 0))
+    return found
 
 
 def _short(operation: str) -> str:

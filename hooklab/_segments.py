@@ -47,11 +47,14 @@ class Segmented(nn.Sequential):
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
         for start in range(0, len(blocks), size):
-            input = run_saving_input(blocks[start : start + size], input)
+            segment, after = blocks[start : start + size], blocks[start + size : start + size + 1]
+            # A block in place edits what it is given; a block before it may hand that on from further up.
+            copies = any(getattr(block, "inplace", False) for block in (segment[0], *after))
+            input = run_saving_input(segment, input, copies)
         return input
 
 
-def run_saving_input(segment: list[nn.Module], input: Any) -> Any:
+def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest computed again."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
@@ -59,14 +62,13 @@ def run_saving_input(segment: list[nn.Module], input: Any) -> Any:
             "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
         )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
-    first_edits = getattr(segment[0], "inplace", False)
-    if first_edits:  # it gets the input itself, as without us; a copy is saved
+    if copies:  # are saved; the segment gets the input itself, as without us
         leaves = list(map(_copy, leaves))
     # Blocks may write into a list or a dict: the first run has the caller's own, later ones a copy.
     given = [input]
 
     def run(*leaves: Any) -> Any:
-        if first_edits and not given:
+        if copies and not given:
             leaves = list(map(_clone, leaves))  # what is saved may be wanted once more
         output = given.pop() if given else tree_unflatten(leaves, spec)
         with buffers.again() if buffers.before else buffers.first():

@@ -77,7 +77,7 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         ValueError: a number is below 1, `plan` is empty, or a Sequential is checkpointed already. Nothing has
             been changed then.
         RuntimeError: in forward, if a segment edits its input in place, deeper inside than in its first block
-            (there the input is copied); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
+            (for an in-place one the input is copied); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
             edited in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning

@@ -806,3 +806,22 @@ def test_a_buffer_that_a_layer_registers_in_its_first_forward():
     plain, want, got = both(make, [x, x], {"1": 2})
     assert all(map(torch.equal, want, got))
     assert plain[1][0].scale > 1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_a_block_hands_on_and_also_saves_may_be_edited_by_the_next(size):
+    class Penalty(nn.Module):
+        def forward(self, x):
+            self.value = x.tanh().pow(2).mean()
+            return x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = nn.Linear(4, 4), Penalty(), nn.ReLU(inplace=True), nn.Linear(4, 1)
+            self.body = nn.Sequential(nn.Linear(4, 4), *blocks)
+
+        def forward(self, x):
+            return self.body(x) + self.body[2].value
+
+    equal_gradients(Net, {"body": size})

@@ -780,3 +780,19 @@ def test_a_thread_that_ended_inside_its_forward_is_forgotten(model, x):
         for _ in range(3):
             model(x)
         assert len(f.calls["1"]) == 1
+
+
+def test_an_error_that_is_its_own_cause_ends_the_run(x):
+    class Circular(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 2)
+
+        def forward(self, x):
+            try:
+                raise ValueError("my own")
+            except ValueError as error:
+                raise error from error
+
+    with pytest.raises(ValueError, match="my own"):
+        features(Circular(), "a").run(x)

@@ -524,3 +524,19 @@ def test_a_result_in_an_attribute_of_the_model_keeps_neither_alive():
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_sparse_tensor_and_its_values():
+    values, dense = leaf(100), leaf(100, 3)
+    indices = torch.arange(100).repeat(2, 1)
+    for sparse_first in (True, False):
+        with saved_tensors() as saved:
+            sparse = torch.sparse_coo_tensor(indices, values.detach(), (100, 100), is_coalesced=True)
+            losses = [(sparse @ dense).sum()] if sparse_first else []
+            losses.append((values**2).sum())
+            losses += [] if sparse_first else [(sparse @ dense).sum()]
+        assert saved.unique_bytes == 2 * 100 * 8 + 400
+        for loss in losses:
+            loss.backward()
+        del losses, loss
+        assert (max(saved.held), saved.held[-1]) == (saved.unique_bytes, 0)

@@ -1,7 +1,9 @@
 """watch, scale, clip and zero, compared with PyTorch or with arithmetic done by hand."""
 
+import copy
 import gc
 import math
+import pickle
 import weakref
 from fractions import Fraction
 
@@ -254,3 +256,15 @@ def test_watch_bears_several_backwards_at_once():
         (rows,) = torch.autograd.grad(x**2, x, torch.eye(3), is_grads_batched=True)
     assert torch.equal(rows, 2 * torch.eye(3))
     assert torch.equal(log["x"], rows)
+
+
+def test_a_copy_is_what_has_arrived_so_far_and_can_be_pickled():
+    a = torch.ones(2, requires_grad=True)
+    with watch(a=a) as watched:
+        (a * 2).sum().backward()
+        before, pickled = copy.deepcopy(watched), pickle.loads(pickle.dumps(watched))
+        (a * 5).sum().backward()
+    for earlier in (before, pickled):
+        assert earlier["a"].tolist() == [2, 2]
+        earlier.remove()
+    assert watched["a"].tolist() == [5, 5]
