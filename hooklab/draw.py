@@ -62,7 +62,9 @@ def graph(
         t: the result of a computation, any shape; not a leaf.
         params: names for leaves, for example `{"w": w}` or `model.named_parameters()`.
         saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
-            blue on a line without an arrow. Gone once `backward()` has run; the rest can still be drawn then.
+            blue on a line without an arrow. Gone once `backward()` has run; the rest can still be drawn then. Reading
+            them unpacks them: a part under `torch.utils.checkpoint(use_reentrant=False)` is computed again, several
+            times, and running statistics move with it.
 
     Returns:
         A `Picture`. `.facts` has one line per arrow, `x (3) -> AccumulateGrad`, leaves first; a

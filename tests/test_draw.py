@@ -258,3 +258,24 @@ def test_what_torchviz_cannot_draw_is_told_in_words(monkeypatch):
     assert picture.svg is None
     assert "torchviz cannot draw this graph: ZeroDivisionError" in picture.reason
     assert "MulBackward0" in str(picture)
+
+
+def test_what_cannot_be_read_is_not_called_freed():
+    def gone(packed):
+        raise RuntimeError("the disk is gone")
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, gone):
+        y = x.exp()
+    facts = draw.graph(y, saved=True).facts
+    assert "result: cannot be read (the disk is gone)" in facts
+    assert "freed" not in facts
+
+
+@pytest.mark.parametrize("name", ["a\\", "a\\N", "\\l"])
+def test_a_backslash_in_a_name_stays_one(name):
+    x = torch.ones(2, requires_grad=True)
+    picture = draw.graph((x * 2).sum(), {name: x})
+    assert name in picture.facts
+    if picture.svg is not None:
+        assert name in picture.svg

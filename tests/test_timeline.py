@@ -1,5 +1,6 @@
 """draw.timeline: what the trace saw, in its order and its rows."""
 
+import html
 import re
 import sys
 
@@ -110,3 +111,13 @@ def test_timeline_refuses_what_is_no_trace_and_a_trace_without_events():
     empty.remove()
     with pytest.raises(ValueError, match="nothing has fired yet"):
         draw.timeline(empty)
+
+
+@pytest.mark.parametrize("name", ["$x_$", "权重", "a<b&c"])
+def test_a_name_is_written_as_it_is_without_a_warning(name, recwarn):
+    x = torch.ones(2, requires_grad=True)
+    with trace(**{name: x}) as events:
+        (x * 2).sum().backward()
+    picture = draw.timeline(events)
+    assert html.escape(name, quote=False) in picture.svg
+    assert not recwarn.list

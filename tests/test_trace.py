@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -537,3 +538,55 @@ def test_a_nested_tensor_that_is_saved_ends_no_forward():
     with trace(layer) as traced:
         layer(x)
     assert "pack" in kinds(traced.events)
+
+
+@pytest.mark.skipif(
+    NODE_CREATION_HOOK is None, reason="PyTorch before 2.15 does not tell when a Node is made"
+)
+def test_an_earlier_graph_that_still_lives_hides_no_node():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def lines():
+        with trace(model) as events:
+            model(torch.ones(1, 2)).sum().backward()
+        return sorted((event.kind, event.where) for event in events.events)
+
+    alone = lines()
+    loss = model(torch.ones(1, 2)).sum()
+    loss.backward()
+    assert lines() == alone
+    assert ("Node hook", "AccumulateGrad 0.weight") in alone
+    with no_leftovers(model):
+        lines()
+
+
+def test_reading_what_a_node_saved_is_no_backward():
+    model, x = nn.Tanh(), torch.ones(2, requires_grad=True)
+    with trace(model) as events:
+        y = model(x)
+        assert y.grad_fn._saved_result is not None
+        assert events.phase("backward") == []
+        y.sum().backward()
+    assert "unpack" in {event.kind for event in events.phase("backward")}
+
+
+def test_a_module_that_calls_itself_is_numbered():
+    class Again(nn.Module):
+        def forward(self, x, once_more=True):
+            return self(x * 2, once_more=False) if once_more else x * 3
+
+    model = Again()
+    with trace(model) as events:
+        for _ in range(2):
+            model(torch.ones(2, requires_grad=True))
+    begun = [event.where for event in events.events if event.kind == "forward pre-hook"]
+    assert begun == ["Again", "Again #2"] * 2
+
+
+def test_a_model_that_keeps_its_trace_can_be_copied_and_saved():
+    model = nn.Linear(2, 1)
+    with trace(model) as model.seen:
+        model(torch.ones(1, 2)).sum().backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.seen.lines() == model.seen.lines()
+        twin.seen.remove()
