@@ -26,8 +26,10 @@ NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
 def recomputing() -> bool:
     """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
-    if graph_task() != NO_BACKWARD or not is_grad_enabled() or is_compiling():
-        return graph_task() != NO_BACKWARD
+    if graph_task() != NO_BACKWARD:
+        return True
+    if is_compiling() or not is_grad_enabled():
+        return False
     hooks = outer_hooks()
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 

@@ -24,7 +24,6 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         super().__init__()
         self.of = of
         self._running: dict[str, Running] = {}
-        self._open = [True]  # empty after it
         hook_for = self._on_output if of == "output" else self._on_gradient
         try:
             for module, names in groups(layers):
@@ -42,11 +41,6 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         rows = [("layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf")]
         rows += [_row(name, running.read()) for name, running in self._running.items()]
         return table(rows)
-
-    def remove(self) -> None:
-        """Take the hooks off again; the figures stay. Twice is harmless."""
-        self._open.clear()  # hooks on tensors that are still alive count no more, nor do those of a copy
-        super().remove()
 
     def __getitem__(self, name: str) -> Statistics:
         if name not in self._running:
@@ -82,10 +76,10 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     # ---- the hooks ----
 
     def _on_output(self, running: Running) -> Callable:
-        add, opened = running.add, self._open
+        add, handles = running.add, self._handles  # empty after remove(): a copy of the model still has hooks
 
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if opened and graph_task() == NO_BACKWARD and not (is_grad_enabled() and recomputing()):
+            if handles and graph_task() == NO_BACKWARD and not (is_grad_enabled() and recomputing()):
                 if output.__class__ is Tensor:  # nearly always: the short way
                     add(output)
                     return
@@ -96,7 +90,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
     def _on_gradient(self, running: Running) -> Callable:
         def arrived(grad: Tensor | None) -> None:
-            if grad is not None and self._open:
+            if grad is not None and self._handles:
                 running.add(unbatched(grad))
 
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs

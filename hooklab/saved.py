@@ -116,7 +116,7 @@ class Offload:
     Attributes:
         moved_bytes: written to the store so far, complete when the block ends; a tensor that is saved twice is
             written once.
-        kept_bytes: saved, but not moved so far (parameters and buffers not counted); what stays whatever `keep` says
+        kept_bytes: saved, but not moved so far (parameters and buffers not counted); what never moves (below) counts
             as often as it was saved.
 
     Raises:
@@ -124,8 +124,8 @@ class Offload:
         RuntimeError: on entry, if another `Offload` of this model is open; in backward, if a saved tensor was
             edited in place, as without `Offload`.
 
-    What also stays: sparse, nested and quantized tensors, negative views, subclasses. One memory that is saved in two
-    shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.
+    What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
+    One memory that is saved in two shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
