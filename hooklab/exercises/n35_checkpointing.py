@@ -600,19 +600,28 @@ CHEAPEST = Exercise(
 # ---- 35.C: a checkpoint that frees what it has handed out ----
 
 
-def frugal(block, x):
-    again, number = {}, itertools.count()
+def _frugal_where(missing):
+    """The reference runs the block again where the number that is asked for is missing."""
 
-    def unpack(index):
-        if index not in again:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-        return again.pop(index)
+    def answer(block, x):
+        again, number = {}, itertools.count()
 
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
+        def unpack(index):
+            if missing(index, again):
+                fresh = itertools.count()
+                collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+                with torch.enable_grad(), collect:
+                    block(x)
+            return again.pop(index)
+
+        with saved_tensors_hooks(lambda t: next(number), unpack):
+            return block(x)
+
+    return answer
+
+
+frugal = _frugal_where(lambda index, again: index not in again)
+frugal_if_empty = _frugal_where(lambda index, again: not again)
 
 
 def examine_frugal(answer):
@@ -684,21 +693,6 @@ def _examine_partial(answer, true):
             en="After a first backward that asked for the gradient of the last layer only, a second one went wrong: what was handed "
             "out then is wanted again, while something else is still left.",
         )
-
-
-def frugal_if_empty(block, x):
-    again, number = {}, itertools.count()
-
-    def unpack(index):
-        if not again:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
 
 
 def _frugal_list(take):
