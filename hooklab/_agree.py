@@ -18,6 +18,8 @@ def agree(guess: Any, actual: Any) -> bool:
         if isinstance(guess, str) and {guess.strip().casefold()} == {str(item).casefold() for item in actual}:
             return True  # one name of several words
         return _names(guess) == {str(item).casefold() for item in actual}
+    if isinstance(actual, str) and isinstance(guess, list | tuple | set | frozenset) and len(guess) == 1:
+        (guess,) = guess
     if isinstance(guess, str) and not isinstance(actual, str):
         guess = _literal(guess)
     if isinstance(guess, str) or isinstance(actual, str) or guess is None or actual is None:
@@ -96,7 +98,8 @@ def _holds_words(value: Any) -> bool:
 def _names(guess: Any) -> set[str]:
     if isinstance(guess, str):
         written = _literal(guess)
-        guess = written if isinstance(written, set | list | tuple) else re.findall(r"[\w.]+", guess, re.ASCII)
+        words = set(re.findall(r"[\w.]+", guess, re.ASCII)) - {"and"}
+        guess = written if isinstance(written, set | list | tuple) else words
     items = guess
     try:
         return {str(item).casefold() for item in items}

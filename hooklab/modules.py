@@ -140,10 +140,10 @@ def features(
     return Features(model, callable_layers("features", model, patterns), keep)
 
 
-def with_grad(tensor: Tensor) -> Tensor:
+def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
-    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. Both the copy and
+    The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. The copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
     say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint and for
     gradients that come in batches (`is_grads_batched=True`). Of a layer that returns its input as it is
@@ -152,9 +152,11 @@ def with_grad(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: any shape, dtype and device.
+        copy: False, as `keep=functools.partial(with_grad, copy=False)`, spares the memory and the time of a copy:
+            what is kept shares the memory of the output, and cannot be read once a later layer has edited that.
 
     Returns:
-        A detached copy. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
+        The output without its graph. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
         replaces it.
 
     Raises:
@@ -168,7 +170,7 @@ def with_grad(tensor: Tensor) -> Tensor:
         torch.Size([2, 3])
     """
     try:
-        kept, node = tensor.data.clone(), tensor.grad_fn
+        kept, node = tensor.data.clone() if copy else tensor.detach(), tensor.grad_fn
     except AttributeError:
         raise TypeError(
             f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"

@@ -292,6 +292,10 @@ def test_the_check_printed_in_contributing_works_as_it_stands():
         ('{"tensor hook"}', {"tensor hook"}, True),
         ("['tensor hook']", {"tensor hook"}, True),
         ("x和y", {"y", "x"}, True),
+        ("x and y", {"y", "x"}, True),
+        ({"tensor hook"}, "tensor hook", True),
+        (["tensor hook"], "Tensor hook", True),
+        ({"tensor hook", "pre-hook"}, "tensor hook", False),
     ],
 )
 def test_a_guess_is_compared_by_its_meaning(guess, actual, right):

@@ -7,6 +7,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -549,6 +550,24 @@ def test_with_grad_is_right_beside_an_in_place_layer(x):
         model(x).sum().backward()
     assert torch.equal(f["0"].grad, expected)
     assert torch.equal(f["0"], hidden)
+
+
+def test_with_grad_without_a_copy_shares_the_memory_and_says_so_where_that_was_edited(model, x):
+    plain = features(model, "1", keep=with_grad)
+    with plain, features(model, "1", keep=partial(with_grad, copy=False)) as f:
+        output = []
+        model[1].register_forward_hook(lambda module, args, out: output.append(out))
+        model(x).square().sum().backward()
+    assert f["1"].data_ptr() == output[0].data_ptr() != plain["1"].data_ptr()
+    assert torch.equal(f["1"], plain["1"])
+    assert torch.equal(f["1"].grad, plain["1"].grad)
+    assert not f["1"].requires_grad
+
+    in_place = mlp(4, 5, 2, inplace=True)
+    with features(in_place, "0", keep=partial(with_grad, copy=False)) as f:
+        in_place(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'0' has been overwritten in place.*keep=with_grad\)"):
+        f["0"]
 
 
 def test_with_grad_leaves_a_leaf_alone_and_refuses_what_is_no_tensor():

@@ -311,6 +311,7 @@ class _HalfUsed(nn.Module):
         self.used, self.forgotten, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
         self.dead = nn.Parameter(torch.ones(2))  # reached, with a gradient that is exactly zero
         self.frozen.requires_grad_(False)
+        self.own = nn.Parameter(torch.ones(2))  # not used either
 
     def forward(self, x: Tensor) -> Tensor:
         return self.frozen(self.used(x)) + self.dead * 0
@@ -359,12 +360,24 @@ def _examine_names(got):
             en="Frozen parameters (`requires_grad=False`) are not meant to have a gradient; listing them hides the real "
             "problem.",
         )
-    if sorted(got) != ["forgotten.bias", "forgotten.weight"]:
+    if sorted(name for name in got if name.startswith("forgotten")) != ["forgotten.bias", "forgotten.weight"]:
         refuse(
             "missed",
             zh=f"`forgotten` 层的两个参数没有收到梯度，应当各列一次；得到的是 `{sorted(got)}`。",
             en=f"Both parameters of `forgotten` got no gradient and should be listed once; found `{sorted(got)}`.",
         )
+    if sorted(got) != ["forgotten.bias", "forgotten.weight", "own"]:
+        refuse(
+            "missed_own",
+            zh=f"参数 `own` 直接属于模型，不在任何一层里，它也没有收到梯度，应当以 `own` 这个名字列一次；得到的是 `{sorted(got)}`。",
+            en=f"The parameter `own` belongs to the model itself and to no layer; it got no gradient either and should be listed "
+            f"once, as `own`; found `{sorted(got)}`.",
+        )
+
+
+def by_layers(model):
+    layers = model.named_children()
+    return [f"{name}.{missing}" for name, layer in layers for missing in without_gradient(layer)]
 
 
 def named(model, is_listed):
@@ -379,8 +392,9 @@ WITHOUT_GRADIENT = Exercise(
         "data_grad": lambda model: named(model, lambda param: param.data.grad is None),
         "zero_counted": lambda model: named(model, lambda param: param.grad is None or not param.grad.any()),
         "frozen_counted": lambda model: named(model, lambda param: param.grad is None),
-        "one_model_only": lambda model: ["forgotten.weight", "forgotten.bias"],
+        "one_model_only": lambda model: ["forgotten.weight", "forgotten.bias", "own"],
         "missed": lambda model: [name for name in without_gradient(model) if name.endswith("weight")],
+        "missed_own": by_layers,
         "not_names": lambda model: [param for param in model.parameters() if param.grad is None],
         "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
     },

@@ -273,6 +273,7 @@ def examine_hook_output(answer):
     layer.zero_grad()
     (layer(second) * 3).sum().backward()
     _examine_calls(seen, layer)
+    _examine_two_forwards(answer)
     _examine_quiet(layer, first.detach())
     handle.remove()
     _examine_removed(layer, first.detach(), seen)
@@ -381,6 +382,27 @@ def _examine_calls(seen, layer):
             zh="`hook` 收到了梯度，可是它返回的新值没有被用上：前面的参数收到的不是翻倍后的梯度。",
             en="`hook` received the gradient, but the value it returned was not used: the parameters before it did not get the "
             "doubled gradient.",
+        )
+
+
+def _examine_two_forwards(answer):
+    """Two forwards before one backward, and a hook that returns None."""
+    layer, calls = nn.Linear(3, 2), []
+    handle = answer(layer, lambda grad: calls.append(1))
+    (layer(torch.ones(1, 3)) + layer(torch.ones(1, 3))).sum().backward()
+    handle.remove()
+    if len(calls) != 2:
+        refuse(
+            "last_forward_only",
+            zh=f"连做两次前向，再做一次反向，`hook` 应当被调用 2 次，实际是 {len(calls)} 次。前一次前向的输出还没有反向，它上面的钩子不能取下。",
+            en=f"Two forwards, then one backward: `hook` should be called 2 times, it was {len(calls)}. The output of the first "
+            "forward has not been through backward yet and needs its hook.",
+        )
+    if layer.bias.grad is None or layer.bias.grad.tolist() != [2.0, 2.0]:
+        refuse(
+            "none_replaces",
+            zh="`hook` 返回 `None` 时，梯度应当照旧；现在前面的参数收不到正确的梯度了。",
+            en="Where `hook` returns `None` the gradient should stay as it was; now the parameters before do not get the right one.",
         )
 
 
@@ -499,6 +521,26 @@ def value_dropped(module, hook):
     return hook_output(module, look)
 
 
+def last_forward_only(module, hook):
+    hung = []
+
+    def hang(module, args, output):
+        while hung:
+            hung.pop().remove()
+        if output.requires_grad:
+            hung.append(output.register_hook(hook))
+
+    return module.register_forward_hook(hang)
+
+
+def none_replaces(module, hook):
+    def hang(module, args, output):
+        if output.requires_grad:
+            output.grad_fn.register_prehook(lambda grads: (hook(grads[0]),))
+
+    return module.register_forward_hook(hang)
+
+
 class _Deaf:
     def remove(self):
         pass
@@ -531,6 +573,8 @@ HOOK_OUTPUT = Exercise(
         "wrong_count": twice,
         "other_gradient": other_gradient,
         "value_dropped": value_dropped,
+        "last_forward_only": last_forward_only,
+        "none_replaces": none_replaces,
         "still_there": still_there,
         "full_backward_hook": full_backward_hook,
     },

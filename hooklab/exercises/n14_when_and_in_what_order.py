@@ -146,8 +146,12 @@ def _examine_none(answer):
     left, right = (torch.ones(4, requires_grad=True) * 2).chunk(2)
     seen = []
     answer(right, lambda grad: seen.append(None if grad is None else grad.tolist()))
-    left.sum().backward(retain_graph=True)
-    right.sum().backward()
+    try:
+        left.sum().backward(retain_graph=True)
+    except (AttributeError, TypeError):  # the answer uses what it takes for a gradient
+        seen.append(None)
+    else:
+        right.sum().backward()
     if seen != [[1.0, 1.0]]:
         refuse(
             "counted_none",
@@ -501,6 +505,19 @@ def examine_final_gradient(answer):
             "tuple that a pre-hook gets has one entry for each output.",
         )
 
+    first, second = (torch.ones(2, requires_grad=True) * 2).chunk(2)
+    got = answer(second)
+    with suppress(AttributeError, TypeError):
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+    if [grad.tolist() for grad in got if isinstance(grad, torch.Tensor)] != [[1.0]] or len(got) != 1:
+        refuse(
+            "none_is_no_gradient",
+            zh="只用到 `chunk` 的另一半做反向时，`tensor` 没有梯度，pre-hook 在它那一项收到的是 `None`（11）：跳过它，不要记，也不要报错。",
+            en="Where only the other half of a `chunk` goes through backward, `tensor` has no gradient and the pre-hook finds "
+            "`None` in its entry (11): skip it, neither note it nor raise.",
+        )
+
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: grad.mul_(100))
     y = x + 0
@@ -608,7 +625,19 @@ def changes(tensor):
 def shares_memory(tensor):
     seen = []
     edge = get_gradient_edge(tensor)
-    edge.node.register_prehook(lambda grads: seen.append(grads[edge.output_nr]))
+
+    def note(grads):
+        if grads[edge.output_nr] is not None:
+            seen.append(grads[edge.output_nr])
+
+    edge.node.register_prehook(note)
+    return seen
+
+
+def copies_none(tensor):
+    seen = []
+    edge = get_gradient_edge(tensor)
+    edge.node.register_prehook(lambda grads: seen.append(grads[edge.output_nr].clone()))
     return seen
 
 
@@ -639,6 +668,7 @@ FINAL_GRADIENT = Exercise(
         "not_tensors": _with_node(
             lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0].tolist()))
         ),
+        "none_is_no_gradient": copies_none,
         "shares_memory": shares_memory,
     },
     zh="叶子、中间张量、多个输出中的一个，记下的都是最终的梯度。",
@@ -661,9 +691,9 @@ CHECKS = [
     ),
     Prediction(
         "14.3",
-        zh="张量钩子触发时还没有，Node 的 pre-hook 触发时已经有了：`retain_grad` 夹在两者之间。S0 和官方说明把后两步写反了。",
+        zh="张量钩子触发时还没有，Node 的 pre-hook 触发时已经有了：`retain_grad` 夹在两者之间。S0 和官方说明把 `retain_grad` 和 Node 的 pre-hook 写反了。",
         en="Nothing yet at the tensor hook, a value at the pre-hook of the Node: `retain_grad` comes between the two. S0 and the "
-        "official notes have the latter two the wrong way round.",
+        "official notes have `retain_grad` and the pre-hook of the Node the wrong way round.",
     ),
     Prediction(
         "14.4",

@@ -294,15 +294,16 @@ OPTIMIZERS = [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.opti
 
 
 class _Tied(nn.Module):
-    """One layer used twice, another once, one parameter frozen."""
+    """One layer used twice, another once, one parameter frozen, one of the model's own."""
 
     def __init__(self):
         super().__init__()
         self.tied, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
         self.head.bias.requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        return self.head(torch.tanh(self.tied(torch.tanh(self.tied(x)))))
+        return self.head(torch.tanh(self.tied(torch.tanh(self.tied(x * self.gain)))))
 
 
 def _loss(model, x):

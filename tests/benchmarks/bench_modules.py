@@ -158,11 +158,13 @@ def gradients_of_activations(copies: int = 5) -> list[bool]:
     """As in `compare_forwards`, `copies` of each contender."""
     model, x, names = mlp()
     x = x.requires_grad_()
+    copied, shared = "features(keep=with_grad)", "the same with copy=False"
     makers: dict[str, Callable] = {
         "plain": lambda model, names: {},
         "forward hook + tensor hook by hand": by_hand(copying=False),
         "the same, with a copy of the output": by_hand(copying=True),
-        "features(keep=with_grad)": lambda model, names: features(model, *names, keep=with_grad),
+        copied: lambda model, names: features(model, *names, keep=with_grad),
+        shared: lambda model, names: features(model, *names, keep=partial(with_grad, copy=False)),
         "full backward hooks": full_backward_hooks,
     }
     contenders, found = {}, {}
@@ -174,17 +176,13 @@ def gradients_of_activations(copies: int = 5) -> list[bool]:
         contenders[name, number] = lambda own=own: own(x).sum().backward()
     each = medians(contenders, rounds=40, repeat=10)
     for number in range(copies):
-        assert found["features(keep=with_grad)", number][names[0]].grad is not None
+        assert all(found[way, number][name].grad is not None for way in (copied, shared) for name in names)
         assert len(found["full backward hooks", number]) == len(names)
     seconds = {name: statistics.mean(each[name, number] for number in range(copies)) for name in makers}
     print("gradients of all 24 activations, forward and backward of the MLP")
     for name, value in seconds.items():
         print(f"  {name:38} {value * 1e6:10.0f} us   {value / seconds['plain']:6.3f} x plain")
-    return [
-        report(
-            "features(keep=with_grad) / plain", seconds["features(keep=with_grad)"] / seconds["plain"], 1.25
-        )
-    ]
+    return [report(f"{way} / plain", seconds[way] / seconds["plain"], 1.25) for way in (shared, copied)]
 
 
 def early_stop() -> list[bool]:
