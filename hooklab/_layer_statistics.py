@@ -52,7 +52,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             if self.of != "output":
                 todo = (
                     "run the model and backward() inside the block (a view that the next layer edits in place, as after "
-                    "nn.Flatten, gets none: use inplace=False there)"
+                    "nn.Flatten or nn.InstanceNorm2d, gets none: use inplace=False there)"
                 )
             raise KeyError(
                 f"layer_statistics: no {missing} of {name!r} yet; {todo} (a compiled model may ignore hooks: compile it "

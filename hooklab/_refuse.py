@@ -3,9 +3,20 @@
 import math
 from numbers import Integral, Real
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["bounds", "count", "interval", "no_choice", "no_module", "not_callable", "number", "unhookable"]
+__all__ = [
+    "bounds",
+    "count",
+    "interval",
+    "no_choice",
+    "no_module",
+    "not_callable",
+    "number",
+    "unhookable",
+    "within",
+]
 
 
 def unhookable(function: str, name: str, tensor: object) -> None:
@@ -60,6 +71,15 @@ def bounds(function: str, min: float | None, max: float | None) -> dict[str, flo
             f"{function}(min={min}, max={max}): min is above max; did you mean min={max}, max={min}?"
         )
     return given
+
+
+def within(bounds: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """The same for one dtype: a bound that it cannot hold bounds nothing there, and becomes infinite."""
+    most = torch.finfo(dtype).max
+    return {
+        name: bound if abs(bound) <= most else math.copysign(math.inf, bound)
+        for name, bound in bounds.items()
+    }
 
 
 def count(function: str, name: str, value: object, least: int = 0) -> int:

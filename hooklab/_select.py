@@ -153,7 +153,7 @@ def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
 
 
 def _has_forward(layer: nn.Module) -> bool:
-    # A TorchScript module takes no hooks, and its class cannot be asked for its forward.
+    # A scripted module takes no hooks, and its class cannot be asked for its forward.
     if isinstance(layer, torch.jit.ScriptModule):
         return False
     return type(layer).forward is not nn.Module.forward or "forward" in layer.__dict__
@@ -162,7 +162,7 @@ def _has_forward(layer: nn.Module) -> bool:
 def _never_called(function: str, name: str, layer: nn.Module) -> str:
     if isinstance(layer, torch.jit.ScriptModule):
         return (
-            f"{function}: {name!r} is a {type(layer).__name__}, a TorchScript module, which takes no hooks; "
+            f"{function}: {name!r} is a {type(layer).__name__}, a TorchScript module, which is not hooked; "
             "take the eager module it was made from, or a layer around it"
         )
     inside = f"'{name}.*'" if name else "'*'"

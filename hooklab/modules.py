@@ -1,6 +1,5 @@
 """Part 2 of the course: find the layers of a model, watch them run, keep what they return."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal
@@ -71,7 +70,8 @@ def verbose(
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
         that failed, the shapes it was given and the error; one that calls none of the layers has a line that says so.
-        Recomputation under checkpointing is not written; nor is an error in a hook that was put on the model later.
+        Recomputation under checkpointing is not written; nor is an error in a forward hook that was put
+        on the model itself later.
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; `depth` is no whole number, or negative; `write` cannot
@@ -107,7 +107,7 @@ def features(
     Args:
         model: the module to run.
         *patterns: which layers, as in `select`. Containers that are never called (`nn.ModuleList`) are left out,
-            and TorchScript modules, which take no hooks.
+            and TorchScript modules (scripted ones take no hooks).
         keep: what to keep of each output tensor, any shape, dtype and device. By default the tensor without its
             graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
@@ -144,11 +144,11 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. The copy and
-    its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten`,
-    say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant checkpoint and for
-    gradients that come in batches (`is_grads_batched=True`). Of a layer that returns its input as it is
-    (`nn.Identity`) the gradient is that of the tensor, from all its uses. An output that is a leaf (an `nn.Identity` on your
-    own input) has a `.grad` of its own: read that one; nothing is hooked here.
+    its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten` or
+    `nn.InstanceNorm2d`, say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant
+    checkpoint and for gradients that come in batches (`is_grads_batched=True`). Of a layer that returns its input
+    as it is (`nn.Identity`) the gradient is that of the tensor, from all its uses. An output that is a leaf (an
+    `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is hooked here.
 
     Args:
         tensor: any shape, dtype and device.
@@ -157,7 +157,7 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
 
     Returns:
         The output without its graph. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
-        replaces it.
+        replaces it. The gradient is not copied: layers whose outputs are added share one, so do not edit it.
 
     Raises:
         TypeError: `tensor` is not a tensor; give the function itself, `keep=with_grad`.
@@ -182,7 +182,7 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
                 kept.grad = grad.detach() if grad.requires_grad else grad
 
         if tensor._backward_hooks is None:
-            # tensor.register_hook without the handle, which takes longer to make than a small layer to run. The
+            # tensor.register_hook without its checks and its handle, with which it takes longer than an nn.ReLU. The
             # dictionary, made empty and then filled, takes half as long as one made full.
             tensor._backward_hooks = hooks = OrderedDict()
             hooks[OURS] = arrived
@@ -210,8 +210,8 @@ def layer_statistics(
         *patterns: which layers, as in `select`; `"**"` for all of them.
         of: `"output"`, or `"grad_output"` for the gradient with respect to the output, taken by a tensor hook
             on it (right beside in-place layers, and cheaper than a full backward hook; a view that the next
-            layer edits in place, as after `nn.Flatten`, gets none; of a layer that returns its input as it is the
-            gradient is that of the tensor, from all its uses).
+            layer edits in place, as after `nn.Flatten` or `nn.InstanceNorm2d`, gets none; of a layer that returns
+            its input as it is the gradient is that of the tensor, from all its uses).
         bins: the number of bins of a histogram for each call; 0 for none.
         range: what the bins cover, as `torch.histc` counts; entries below and above are counted apart.
 
@@ -279,7 +279,7 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
     params = _clippable(model)
 
     def clip_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.clamp(**_within(bounds, grad.dtype))
+        return None if grad is None else grad.clamp(**_refuse.within(bounds, grad.dtype))
 
     clipped = Installed()
     try:
@@ -289,15 +289,6 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
         clipped.remove()
         raise
     return clipped
-
-
-def _within(bounds: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """A bound that the dtype cannot hold bounds nothing there: it becomes infinite, which `clamp` takes."""
-    most = torch.finfo(dtype).max
-    return {
-        name: bound if abs(bound) <= most else math.copysign(math.inf, bound)
-        for name, bound in bounds.items()
-    }
 
 
 def _clippable(model: nn.Module) -> list[nn.Parameter]:

@@ -76,9 +76,9 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         TypeError: a layer is no Sequential, or one with a forward of its own; a number is none.
         ValueError: a number is below 1, `plan` is empty, or a Sequential is checkpointed already. Nothing has
             been changed then.
-        RuntimeError: in forward, if a segment edits its input in place, deeper inside than in its first block
-            (for an in-place one the input is copied); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
-            edited in between.
+        RuntimeError: in forward, if a segment edits its input in place (where its first block has `inplace=True`
+            itself, the input is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers,
+            was edited in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
@@ -135,7 +135,7 @@ class Offload:
         >>> offload.moved_bytes  # the input and the output of Tanh, 2 x 4 x 4 bytes each
         64
 
-    Source: [hooks for saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#hooks-for-autograd-saved-tensors).
+    Source: [hooks for saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#hooks-for-saved-tensors).
     """
 
     def __init__(

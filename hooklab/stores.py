@@ -76,7 +76,7 @@ class Row:
 
 
 class Disk:
-    """One file without a name, in slots: no file is left behind, not even by a process that is killed.
+    """One file without a name (on Windows: deleted on close), in slots: none is left, not even by a process that is killed.
 
     Args:
         folder: where the file lies; None for the system's folder for temporary files. It needs room for all
@@ -86,8 +86,8 @@ class Disk:
         OSError: the folder does not exist or cannot be written to; later, by `write`, when the disk is full:
             the message gives the folder, the bytes wanted and the bytes free. Nothing that was written before is lost.
 
-    One store may serve several contexts and threads. The file grows to the most that was held at one time; its
-    room on disk is free again when the store and its slots are collected.
+    One store may serve several contexts and threads. The file grows to the most that was held at one time, and
+    further where no gap is large enough; its room on disk is free again when the store and its slots are collected.
 
     Example:
         >>> store = Disk()

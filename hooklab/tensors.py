@@ -161,7 +161,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     bounds = _refuse.bounds("clip", min, max)
 
     def clip_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.clamp(**bounds)
+        return None if grad is None else grad.clamp(**_refuse.within(bounds, grad.dtype))
 
     return clip_hook
 

@@ -643,7 +643,7 @@ def test_a_script_module_is_left_out_by_patterns_and_refused_by_name():
     with features(model, "*") as f:
         model(torch.ones(1, 2))
     assert list(f) == ["0", "2"]
-    with pytest.raises(ValueError, match=r"'1' is a \w+, a TorchScript module, which takes no hooks"):
+    with pytest.raises(ValueError, match=r"'1' is a \w+, a TorchScript module, which is not hooked"):
         features(model, "1")
     with pytest.raises(ValueError, match=r"'' is a \w+, a TorchScript module"):
         features(model[1], "")

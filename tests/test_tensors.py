@@ -207,6 +207,16 @@ def test_scale_doubles_what_flows_on_to_the_leaf(x):
     assert x.grad.tolist() == [4.0, 8.0, 12.0]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 1e5), (torch.bfloat16, 1e39), (torch.float32, 1e39)]
+)
+def test_a_bound_beyond_the_dtype_bounds_nothing(dtype, bound):
+    x = torch.ones(3, dtype=dtype, requires_grad=True)
+    x.register_hook(clip(-1, bound))
+    (x * torch.tensor([-2.0, 0.5, torch.inf], dtype=dtype)).sum().backward()
+    assert x.grad.tolist() == [-1, 0.5, math.inf]
+
+
 def test_clip_is_torch_clamp_with_one_bound_or_two():
     grad = torch.tensor([-5.0, 0.0, 5.0, math.inf])
     assert clip(-1, 2)(grad).tolist() == [-1.0, 0.0, 2.0, 2.0]
