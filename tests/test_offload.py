@@ -670,6 +670,17 @@ def test_what_is_used_twice_is_read_once_however_large(prefetch):
     assert store.reads == store.writes == 5
 
 
+def test_what_was_used_a_second_time_makes_room_for_others():
+    store, tensors = CountingStore(), [leaf(10) for _ in range(5)]
+    with Offload(to=store, prefetch=40, min_bytes=0):
+        loss = sum((tensor + 0).square().exp().sum() for tensor in tensors)
+        loss = loss + sum((twice * twice).sum() for twice in [tensor + 0 for tensor in tensors])
+    loss.backward(retain_graph=True)  # the graph, and what belongs to it, stays
+    assert store.reads == store.writes
+    loss.backward()
+    assert store.reads == 2 * store.writes
+
+
 @pytest.mark.parametrize("prefetch", [0, 40, 80])
 def test_what_lies_ready_is_bounded(prefetch):
     store = Prefetching()
@@ -964,6 +975,29 @@ def test_a_model_that_is_not_called_is_announced():
     model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="with grad on"), Offload(model, to=CountingStore()), torch.no_grad():
         model(torch.ones(1, 2))
+
+
+def test_a_block_in_which_anything_was_saved_ends_without_a_warning():
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Offload(model, to=CountingStore()) as offload:  # too small to be moved
+            model(torch.ones(1, 2))
+        with Offload(to=CountingStore()):  # of no model nothing is expected
+            pass
+        with saved_tensors(model):
+            model(torch.ones(1, 2))
+        with saved_tensors():
+            pass
+    assert (offload.moved_bytes, offload.kept_bytes) == (0, 8)
+    assert repr(offload) == "Offload(moved 0 bytes, kept 8)"
+
+
+def test_without_further_words_what_has_a_mebibyte_is_moved():
+    large, small = leaf(2**18), leaf(2**18 - 1)
+    with Offload(to=CountingStore()) as offload:
+        large.exp(), small.exp()
+    assert (offload.moved_bytes, offload.kept_bytes) == (2**20, 2**20 - 4)
 
 
 def test_a_wrapped_layer_in_evaluation_is_not_warned_about():
