@@ -16,15 +16,9 @@ class Geometry:
         nbytes: what has to be moved.
     """
 
-    __slots__ = ("conj", "core", "device", "dtype", "has_gaps", "nbytes", "shape", "span", "strides")
-
     def __init__(self, tensor: Tensor):
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.dtype, self.device, self.conj = tensor.dtype, tensor.device, tensor.is_conj()
-        if tensor.is_contiguous():
-            self.core, self.span, self.has_gaps = self.shape, tensor.numel(), False
-            self.nbytes = tensor.nbytes
-            return
         sizes = list(zip(self.shape, self.strides, strict=True))
         self.core = tuple(1 if stride == 0 else size for size, stride in sizes)
         self.span = 1 + sum((size - 1) * stride for size, stride in sizes)

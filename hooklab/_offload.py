@@ -52,7 +52,6 @@ class Packed:
         self.tensor, self.version = hold(tensor)
         # Without a gradient it may be filled only after it is saved, as the noise of RReLU is.
         self.unfilled = not tensor.requires_grad
-        self.slot: Any = None
         self.uses = self.left = 0  # how often it was saved; how often it is still wanted
 
     def move(self) -> None:

@@ -13,12 +13,14 @@ __all__ = [
     "hold",
     "installed",
     "is_parameter",
+    "is_plain",
     "outer_hooks",
     "refuse_compiling",
     "refuse_edited",
     "unhold",
+    "version_probe",
+    "warn_of_nothing",
 ]
-__all__ += ["version_probe", "warn_of_nothing"]
 
 
 # A global of its own: torch.compile looks into functions that name torch, and would warn that it does not know this.
@@ -45,6 +47,13 @@ def unhold(held: tuple[Tensor, int]) -> Tensor:
 def is_parameter(tensor: Tensor) -> bool:
     """True for a parameter and a view of it, whichever model it belongs to."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True for an ordinary tensor, which is no more than bytes in a memory of its own."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor._is_zerotensor())
 
 
 def refuse_edited(what: str, found: int, expected: int) -> None:

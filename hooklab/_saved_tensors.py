@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-from hooklab._packing import (
-    hold,
-    installed,
-    is_parameter,
-    outer_hooks,
-    refuse_compiling,
-    unhold,
-    warn_of_nothing,
-)
+from hooklab import _packing
 from hooklab._table import table
 from hooklab._walk import CALL, first_shape
 
@@ -121,9 +113,9 @@ class SavedTensors(Sequence[SavedTensor]):
             records = [record for record in self._records if record.module == module]
             new = _memories(r for r in records if r.storage not in seen and not r.owner)
             seen.update(new)
-            operations = dict.fromkeys(_short(record.operation) for record in records)
+            names = (r.operation.removesuffix("0").removesuffix("Backward") or "-" for r in records)
             sizes = (len(records), sum(record.bytes for record in records), sum(new.values()))
-            rows.append((module or "-", ", ".join(operations), *(f"{size:,}" for size in sizes)))
+            rows.append((module or "-", ", ".join(dict.fromkeys(names)), *(f"{size:,}" for size in sizes)))
         new_bytes = self.unique_bytes - self.parameter_bytes
         rows.append(("total", "", *(f"{size:,}" for size in (len(self), self.total_bytes, new_bytes))))
         return table(rows, left=2)
@@ -143,7 +135,7 @@ class SavedTensors(Sequence[SavedTensor]):
     # ---- the block ----
 
     def __enter__(self) -> "SavedTensors":
-        refuse_compiling("saved_tensors")
+        _packing.refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
@@ -153,8 +145,8 @@ class SavedTensors(Sequence[SavedTensor]):
         with ExitStack() as contexts:
             ours = [self]  # while the block is open
             contexts.callback(ours.clear)
-            contexts.enter_context(installed(*_packing(ours)))
-            self._ours = outer_hooks()
+            contexts.enter_context(_packing.installed(*_hooks(ours)))
+            self._ours = _packing.outer_hooks()
             if NODE_CREATION_HOOK is not None:
                 contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
             self._contexts = contexts.pop_all()
@@ -164,13 +156,12 @@ class SavedTensors(Sequence[SavedTensor]):
         contexts, self._contexts, self._ours = self._contexts, None, None
         contexts.close()
         if kind is None and not self._records:
-            warn_of_nothing("saved_tensors", self._model)
+            _packing.warn_of_nothing("saved_tensors", self._model)
 
     # ---- the hooks ----
 
     def _record(self, tensor: Tensor, content: Any) -> "Saved":
-        facts = first_shape(tensor), tensor.dtype, nbytes(tensor)
-        record = SavedTensor(self._module(), "", *facts, *self._memory(tensor))
+        record = SavedTensor(self._module(), "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
         self._records.append(record)
         saved = Saved(self._log, record, content)
         self._unnamed.add(saved)
@@ -185,31 +176,29 @@ class SavedTensors(Sequence[SavedTensor]):
             frame = frame.f_back
         return ""
 
-    def _memory(self, tensor: Tensor) -> tuple[int, int, int, str]:
-        """Number, bytes, version and owner of the memory behind a tensor."""
-        parts = SPARSE.get(tensor.layout)
+    def _memory(self, tensor: Tensor) -> tuple[int, int, int, int, str]:
+        """Its bytes; and number, bytes, version and owner of the memory behind it."""
+        parts, size = SPARSE.get(tensor.layout), nbytes(tensor)
         try:  # one stands for all parts
             storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
         except (RuntimeError, NotImplementedError):  # it has none of its own
-            return next(self._numbers), nbytes(tensor), tensor._version, ""
+            return size, next(self._numbers), size, tensor._version, ""
         if storage not in self._memories:
-            owner = self._owners.get(id(storage), "parameter" if is_parameter(tensor) else "")
+            owner = self._owners.get(id(storage), "parameter" if _packing.is_parameter(tensor) else "")
             self._memories[storage] = next(self._numbers), owner
         number, owner = self._memories[storage]
-        return number, nbytes(tensor) if parts else storage.nbytes(), tensor._version, owner
+        return size, number, size if parts else storage.nbytes(), tensor._version, owner
 
     def _on_node(self, node: graph.Node) -> None:
-        if type(node).__name__ in SAVES_NOTHING:
-            return
-        # A checkpoint has saved its input by itself, and its Nodes are not ours.
-        displaced = not self._reached()
-        for saved in self._unnamed:  # those of an operation that failed are gone
-            saved.record.operation = "" if displaced else type(node).__name__
-        self._unnamed.clear()
+        if type(node).__name__ not in SAVES_NOTHING:
+            # Those of an operation that failed are gone. A checkpoint saves its input by itself: its Nodes are not ours.
+            for saved in self._unnamed if self._reached() else ():
+                saved.record.operation = type(node).__name__
+            self._unnamed.clear()
 
     def _reached(self) -> bool:
         """True if what is saved now comes to our hooks, perhaps through others that pass it on."""
-        top = outer_hooks()
+        top = _packing.outer_hooks()
         while top is not None and top != self._ours:
             top = getattr(top[0], "hooklab_outer", None)
         return top is not None
@@ -226,17 +215,18 @@ class Saved:
         self.log.append((self.record, -1))
 
 
-def _packing(of: list[SavedTensors]) -> tuple[Callable, Callable]:
+def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
     """A pair of hooks. Autograd keeps both with the graph, which must not keep the model: a result may be its attribute."""
-    outer = outer_hooks()
+    outer = _packing.outer_hooks() or (_packing.hold, _packing.unhold)
 
     def pack(tensor: Tensor) -> Saved:
-        return of[0]._record(tensor, hold(tensor) if outer is None else outer[0](tensor))
+        return of[0]._record(tensor, outer[0](tensor))
 
     def unpack(saved: Saved) -> Tensor:
-        if NODE_CREATION_HOOK is None and not saved.record.operation:
-            saved.record.operation = _running_node()
-        return unhold(saved.content) if outer is None else outer[1](saved.content)
+        node = torch._C._current_autograd_node()  # None outside backward
+        if NODE_CREATION_HOOK is None and not saved.record.operation and node is not None:
+            saved.record.operation = node.name()
+        return outer[1](saved.content)
 
     pack.hooklab_outer = outer
     return pack, unpack
@@ -263,13 +253,3 @@ def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:
     for record in records:
         found[record.storage] = max(record.storage_bytes, found.get(record.storage, 0))
     return found
-
-
-def _short(operation: str) -> str:
-    return operation.removesuffix("0").removesuffix("Backward") or "-"
-
-
-def _running_node() -> str:
-    """The Node that backward is about to run; empty outside backward."""
-    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-    return "" if node is None else node.name()

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import _refuse
-from hooklab._packing import refuse_edited
+from hooklab._packing import is_plain, refuse_edited
 
 __all__ = ["Segments"]
 
 SMALL = 4096  # numbers
+Named = dict[tuple[nn.Module, str], Tensor | None]  # buffers, by their owner and their name there
 
 
 class Segmented(nn.Sequential):
@@ -63,13 +63,13 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
         )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
     if copies:  # are saved; the segment gets the input itself, as without us
-        leaves = list(map(_copy, leaves))
+        leaves = tree_map_only(Tensor, _copy, leaves)
     # Blocks may write into a list or a dict: the first run has the caller's own, later ones a copy.
     given = [input]
 
     def run(*leaves: Any) -> Any:
         if copies and not given:
-            leaves = list(map(_clone, leaves))  # what is saved may be wanted once more
+            leaves = tree_map_only(Tensor, torch.clone, leaves)  # what is saved may be wanted once more
         output = given.pop() if given else tree_unflatten(leaves, spec)
         with buffers.again() if buffers.before else buffers.first():
             for block in segment:
@@ -103,14 +103,20 @@ class Buffers:
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
-        self.before: tuple[dict, dict] | None = None  # `training` and the buffers, as the forward found them
-        # Parameters and large buffers, of which there is no copy: with the version that the forward has used.
-        self.used: dict[Tensor, int | None] = {}
+        # `training` and the buffers, as the forward found them.
+        self.before: tuple[dict[nn.Module, bool], Named] | None = None
 
-    def now(self) -> tuple[dict[nn.Module, bool], dict[nn.Module, dict[str, Tensor | None]]]:
-        return {one: one.training for one in self.owners}, {
-            one: dict(one._buffers.items()) for one in self.owners
-        }
+    def now(self) -> tuple[dict[nn.Module, bool], Named]:
+        buffers = {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
+        return {one: one.training for one in self.owners}, buffers
+
+    def put(self, modes: dict[nn.Module, bool], buffers: Named) -> None:
+        for module, training in modes.items():
+            module.training = training
+        for module, name in self.now()[1].keys() - buffers.keys():  # a forward may register one
+            del module._buffers[name]
+        for (module, name), buffer in buffers.items():
+            module._buffers[name] = buffer
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -120,11 +126,12 @@ class Buffers:
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
-            parameters = (p for owner in self.owners for p in owner._parameters.values())
+            parameters = (p for one in self.owners for p in one._parameters.values() if p is not None)
             unchanged = [b for b, copy in values.items() if b.numel() > SMALL and _equal(copy, b)]
-            self.used = {tensor: _version(tensor) for tensor in (*filter(_is_there, parameters), *unchanged)}
+            # Of these there is no copy: with the version that the forward has used.
+            self.used = {tensor: _version(tensor) for tensor in (*parameters, *unchanged)}
             values.update(zip(unchanged, unchanged, strict=True))
-            self.before = modes, _replaced(found, values)
+            self.before = modes, {place: values.get(b, b) for place, b in found.items()}
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -134,51 +141,26 @@ class Buffers:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
         modes, before = self.before
-        copies = _copies(before)  # memory may be full: nothing is replaced yet
-        now = self.now()
+        copies, now = _copies(before), self.now()  # memory may be full: nothing is replaced yet
         try:
-            _put(modes, _replaced(before, copies))
+            self.put(modes, {place: copies.get(b, b) for place, b in before.items()})
             yield
         finally:
-            _put(*now)
+            self.put(*now)
 
 
-def _put(modes: dict[nn.Module, bool], buffers: dict[nn.Module, dict[str, Tensor | None]]) -> None:
-    for module, training in modes.items():
-        module.training = training
-        for name in set(module._buffers.keys()) - set(buffers[module]):  # a forward may register one
-            del module._buffers[name]
-        for name, buffer in buffers[module].items():
-            module._buffers[name] = buffer
-
-
-def _copies(buffers: dict[nn.Module, dict[str, Tensor | None]]) -> dict[Tensor, Tensor]:
+def _copies(buffers: Named) -> dict[Tensor, Tensor]:
     """One of each, though it may have several names."""
-    each = dict.fromkeys(b for named in buffers.values() for b in named.values() if _is_there(b))
-    return {buffer: _copy(buffer) for buffer in each}
-
-
-def _replaced(buffers: dict[nn.Module, dict[str, Tensor | None]], by: dict[Tensor, Tensor]) -> dict:
-    return {owner: {name: by.get(b, b) for name, b in named.items()} for owner, named in buffers.items()}
+    return {b: _copy(b) for b in set(buffers.values()) if b is not None and not nn.parameter.is_lazy(b)}
 
 
 def _equal(copy: Tensor, buffer: Tensor) -> bool:
-    """Meta and fake tensors have no content to compare; what is not strided counts as changed."""
-    if copy.layout != torch.strided or copy.is_quantized:
-        return False
-    return copy.is_meta or isinstance(copy, FakeTensor) or torch.equal(copy, buffer)
+    """What cannot be compared counts as changed."""
+    return is_plain(copy) and not copy.is_meta and torch.equal(copy, buffer)
 
 
-def _is_there(tensor: Tensor | None) -> bool:
-    return tensor is not None and not nn.parameter.is_lazy(tensor)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _copy(value: Any) -> Any:
-    return _clone(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class Segments:

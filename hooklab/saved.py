@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooklab import _refuse
+from hooklab import _packing, _refuse
 from hooklab._offload import Packed, Queue
-from hooklab._packing import eager, hold, installed, is_parameter, refuse_compiling, unhold, warn_of_nothing
 from hooklab._saved_tensors import SavedTensors, nbytes, owned
 from hooklab._segments import Segments
-from hooklab.stores import Disk, PinnedMemory
+from hooklab.stores import MIB, Disk, PinnedMemory
 
 __all__ = ["Offload", "checkpoint_segments", "saved_tensors"]
-
-MIB = 2**20
 
 
 def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
@@ -166,14 +163,14 @@ class Offload:
         return self._queue.saved_bytes - self._queue.moved_bytes
 
     def __enter__(self) -> "Offload":
-        refuse_compiling("Offload")
+        _packing.refuse_compiling("Offload")
         blocks = getattr(_opened, "blocks", ())
         if self._model is not None and any(one._model is self._model for one, _ in blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
         # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
         pack = weakref.WeakMethod(self._pack)
-        hooks = installed(lambda tensor: pack()(tensor), _unpack)
+        hooks = _packing.installed(lambda tensor: pack()(tensor), _unpack)
         hooks.__enter__()
         _opened.blocks = *blocks, (self, hooks)
         self._saved_any = False
@@ -183,27 +180,27 @@ class Offload:
         *_opened.blocks, (_, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
         if kind is None:
-            eager(self._queue.make_room)(young=0)  # no operation is running any more
+            _packing.eager(self._queue.make_room)(young=0)  # no operation is running any more
             if not self._saved_any:
-                warn_of_nothing("Offload", self._model)
+                _packing.warn_of_nothing("Offload", self._model)
 
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
 
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         self._saved_any = True
-        storage = tensor.untyped_storage() if _is_plain(tensor) else None
-        if is_parameter(tensor) or id(storage) in self._own:
-            return hold(tensor)
+        storage = tensor.untyped_storage() if _packing.is_plain(tensor) else None
+        if _packing.is_parameter(tensor) or id(storage) in self._own:
+            return _packing.hold(tensor)
         if storage is not None and storage.nbytes() >= self._min_bytes and self._reaches(tensor):
             return self._queue.pack(tensor)
         with self._queue.lock:
             self._queue.saved_bytes += nbytes(tensor)
-        return hold(tensor)
+        return _packing.hold(tensor)
 
 
 def _unpack(packed: Packed | tuple[Tensor, int]) -> Tensor:
-    return packed.queue.unpack(packed) if isinstance(packed, Packed) else unhold(packed)
+    return packed.queue.unpack(packed) if isinstance(packed, Packed) else _packing.unhold(packed)
 
 
 def _store(to: Any) -> Any:
@@ -232,10 +229,3 @@ _shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDicti
 
 # Of this thread: the `blocks` that are open, each with its Offload and its hooks.
 _opened = threading.local()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """True for an ordinary tensor, which is no more than bytes in a memory of its own."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
-        return False
-    return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor._is_zerotensor())

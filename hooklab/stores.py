@@ -41,8 +41,8 @@ class Slot:
         self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
 
     def __del__(self) -> None:
-        end = self.start + _aligned(self.nbytes)
-        self.row.freed.append((self.start, end))  # atomic: any thread may be the one that collects
+        # Atomic: any thread may be the one that collects.
+        self.row.freed.append((self.start, self.start + _aligned(self.nbytes)))
 
 
 class Row:
