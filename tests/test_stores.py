@@ -216,6 +216,7 @@ def test_a_full_disk_is_named_with_the_bytes_wanted_and_free(tmp_path, monkeypat
         store.write(torch.ones(1_000_000))
     assert error.value.errno == errno.ENOSPC
     assert str(tmp_path) in str(error.value)
+    assert os.fstat(store._file.fileno()).st_size == end(store._row)  # what was written of it is given back
     monkeypatch.undo()
     assert store.read(before).tolist() == list(range(100))
     after = store.write(torch.ones(1_000_000))
