@@ -147,7 +147,7 @@ def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
     if isinstance(pattern, str):
         names = [name for name in layers if name]
         close = get_close_matches(pattern, names) or get_close_matches(pattern.rpartition(".")[2], names)
-        return ", ".join(close or names[:3]) or "nothing: the model has no layers inside"
+        return ", ".join(close or names[:3]) or 'nothing: the model has no layers inside, give "" for itself'
     classes = list(dict.fromkeys(type(layer).__name__ for layer in layers.values()))
     return ", ".join(get_close_matches(pattern.__name__, classes) or classes[:3])
 

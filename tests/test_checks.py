@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.modules import module as modules
 
-from hooklab import check, features
+from hooklab import check, clip, features, select
 from hooklab.exercises import n21_forward_hooks as n21
 from hooklab.exercises import n22_backward_hooks as n22
 from hooklab.exercises import n23_watching_a_model_run as n23
@@ -820,9 +820,58 @@ def test_a_global_hook_of_the_learners_is_not_taken_for_the_answers(exercise, re
         own.remove()
 
 
+def by_layers(step_in_backward):
+    """Has no eyes for parameters of the model itself."""
+    return lambda model, make: [hook for layer in model.children() for hook in step_in_backward(layer, make)]
+
+
+def normalises_keywords(module, mean, std):
+    def hook(module, args, kwargs):
+        first, *rest = args
+        kwargs = {
+            key: (value - mean) / std if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        }
+        return ((first - mean) / std, *rest), kwargs
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def unfreezes(first):
+    """Switches gradients of all parameters on, whatever they were."""
+
+    def answer(model, *given):
+        model.requires_grad_(True)
+        return first(model, *given)
+
+    return answer
+
+
+def share_inside_children(model, bound):
+    grads = [param.grad for child in model.children() for param in child.parameters()]
+    grads = torch.cat([grad.flatten() for grad in grads if grad is not None])
+    return (grads.abs() > bound).double().mean().item()
+
+
+def clips_leaf_modules(model, bounds):
+    handles = []
+    for pattern, bound in bounds.items():
+        for layer in select(model, pattern).values():
+            leaves = [module for module in layer.modules() if not list(module.children())]
+            params = [param for leaf in leaves for param in leaf.parameters() if param.requires_grad]
+            handles += [param.register_hook(clip(-bound, bound)) for param in params]
+    return handles
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "reason"),
     [
+        ("15.B", by_layers(BY_ID["15.B"].solution), "some_moved"),
+        ("21.A", normalises_keywords, "keywords_lost"),
+        ("22.B", unfreezes(BY_ID["22.B"].solution), "changed_model"),
+        ("22.C", unfreezes(BY_ID["22.C"].solution), "changed_model"),
+        ("25.A", share_inside_children, "wrong_share"),
+        ("25.B", clips_leaf_modules, "missed"),
         ("21.A", normalise_every_such, "another_module"),
         ("21.C", none_is_the_only_other, "nested"),
         ("21.C", tidies_up_after_runtime_errors, "left_after_error"),

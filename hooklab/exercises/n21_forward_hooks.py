@@ -38,6 +38,9 @@ class _Scaled(nn.Module):
         return self.child(x * 2)
 
 
+KEEP = torch.tensor([4.0])
+
+
 def examine_normalise(answer):
     module, x = _Scaled(), torch.tensor([3.0, 7.0], requires_grad=True)
     original, mask, before = x.detach().clone(), torch.tensor([1.0, 0.0]), hooks_on(module)
@@ -72,7 +75,7 @@ def examine_normalise(answer):
 
 def _call_with_keyword(module, x, mask):
     try:
-        return module(x, mask, keep=True)
+        return module(x, mask, keep=KEEP)
     except TypeError as error:
         if "must be a mapping" not in str(error):
             raise
@@ -134,7 +137,7 @@ def _examine_rest(args, kwargs, mask):
             en=f"The call had a second positional argument; of the others `forward` was given {len(args)}, or not the same one. "
             "What does a returned tuple replace? See section 7.",
         )
-    if kwargs != {"keep": True}:
+    if len(kwargs) != 1 or kwargs.get("keep") is not KEEP:
         refuse(
             "keywords_lost",
             zh=f"关键字参数应当原样传入，`forward` 收到的却是 `{kwargs}`。",

@@ -583,6 +583,7 @@ class _Pictures(nn.Module):
         self.stem, self.relu = nn.Conv2d(1, 4, 3), nn.ReLU()
         self.body = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)), nn.Flatten())
         self.neck, self.head = nn.Linear(64, 8), nn.Linear(8, 3)
+        self.neck.bias.requires_grad_(False)  # and so it must stay
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.act(self.neck(self.body(self.relu(self.stem(x))))))
@@ -1005,6 +1006,7 @@ def _seeing(outer=nn.ReLU, inner=nn.ReLU):
     net.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(inner()))
     net.conv, net.act, net.flat = nn.Conv2d(4, 4, 3), outer(), nn.Flatten()
     net.neck, net.head = nn.Sequential(nn.Linear(64, 6), inner()), nn.Linear(6, 2)
+    net.conv.bias.requires_grad_(False)  # and so it must stay
     torch.set_rng_state(state)
     return net
 

@@ -705,7 +705,7 @@ def _examine_names(got):
     if found & INSIDE == INSIDE and "embed" not in found:
         refuse(
             "fast_path",
-            zh=f"你说 `{sorted(INSIDE)[1]}` 没有被调用。数的时候，编码层走的是快路径，里面的模块自然都没有调用："
+            zh=f"你说 `{sorted(INSIDE)[1]}` 没有被调用。数的时候，编码器层走的是快路径，里面的模块自然都没有调用："
             "你的钩子它看不见。看第 9 节的两次计数，和第 10 节的第二条。",
             en=f"You say that `{sorted(INSIDE)[1]}` is not called. While you counted, the encoder layer took its fast path, on "
             "which no module inside is called: it does not see your hook. See the two counts in section 9, and the second point "
@@ -1050,6 +1050,11 @@ WRONG_LAYER = {
         "这个模型里只有无穷大，没有 NaN；应当返回 {want}，你给的是 {got}。",
         "In this model there is infinity and no NaN: {want} is expected; you give {got}.",
     ),
+    "after_the_run": (
+        "NaN 从 {want} 开始，它是原地操作，改的是前一层的输出；你给的是 {got}。要在这一层刚算完时就看，跑完再看就晚了。",
+        "The NaN begins in {want}, which works in place on the output of the layer before; you give {got}. Look as soon as a "
+        "layer has finished: after the run is too late.",
+    ),
     "none_expected": (
         "这个模型里没有 NaN：应当返回 {want}，你给的是 {got}。",
         "There is no NaN in this model: {want} is expected; you give {got}.",
@@ -1079,6 +1084,8 @@ def examine_first_nan(answer):
     log = _Apply(torch.log)
     cleaned = nn.Sequential(log, _Apply(lambda x: x.nan_to_num().abs() + 1), log)
     _examine_first(answer, cleaned, "0", {}, "called_twice")
+    in_place = nn.Sequential(_Apply(lambda x: x + 0), _Apply(lambda x: x.log_()))
+    _examine_first(answer, in_place, "1", {"0": "after_the_run"}, "later")
     for broken in (_Broken(), _Stumbling()):
         _examine_failure(answer, broken)
     runs = []
@@ -1170,6 +1177,13 @@ def nan_or_infinity(model, x):
         return _nan_in(output) or any(isinstance(each, Tensor) and each.isinf().any() for each in tensors)
 
     return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_after_the_run(model, x):
+    outputs = []
+    _collect(model, x, model.named_modules(), lambda output: outputs.append(output))
+    names = _collect(model, x, model.named_modules(), lambda output: True)
+    return next((name for name, output in zip(names, outputs, strict=True) if _nan_in(output)), None)
 
 
 def nan_tensors_only(model, x):
@@ -1287,6 +1301,7 @@ FIRST_NAN = Exercise(
         "nested": nan_in_first_tensor,
         "raised": nan_tensors_only,
         "infinity": nan_or_infinity,
+        "after_the_run": nan_after_the_run,
         "none_expected": lambda model, x: first_nan(model, x) or "",
         "the_model": lambda model, x: first_nan(model, x) or None,
         "hooks_left": nan_stops_early,

@@ -28,6 +28,7 @@ def _examine_share(answer, bound):
     body = nn.Sequential(nn.GRU(2, 3))
     model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "body": body, "head": nn.Linear(3, 6)})
     model["embed"].requires_grad_(False)
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))  # in no layer
     params = [param for param in model.parameters() if param.requires_grad]
     for number, param in enumerate(params):
         size = 7 if number == 0 else 4  # so that the parameters have different shares
@@ -207,11 +208,13 @@ class _LanguageModel(nn.Module):
         self.head = nn.Linear(3, 5)
         self.head_extra = nn.Linear(3, 5)
         self.blocks[0]["norm"].bias.requires_grad_(False)
+        for block in self.blocks:
+            block.register_parameter("gain", nn.Parameter(torch.ones(3)))  # in no layer of the block
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = x + block["norm"](block["rnn"](x)[0])
+            x = x + block.gain * block["norm"](block["rnn"](x)[0])
         return self.head(x) + self.head_extra(x)
 
 
