@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -540,3 +541,29 @@ def test_a_sparse_tensor_and_its_values():
             loss.backward()
         del losses, loss
         assert (max(saved.held), saved.held[-1]) == (saved.unique_bytes, 0)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+def test_what_has_no_memory_that_could_be_shared_counts_by_itself():
+    x = torch.ones(2, 3, requires_grad=True)
+    with saved_tensors() as saved:
+        y = x.to_mkldnn().relu()
+    assert [(record.bytes, record.storage_bytes, record.version) for record in saved] == [(24, 24, 0)] * 2
+    assert saved.unique_bytes == 48
+    y.to_dense().sum().backward()
+    assert saved.held[-1] == 0
+
+
+def test_the_short_form_gives_the_three_totals():
+    model = nn.Linear(2, 3)
+    with saved_tensors(model) as saved:
+        model(torch.ones(4, 2, requires_grad=True))
+    text = "SavedTensors(2 tensors, 56 bytes, 56 of them unique, 24 in parameters and buffers)"
+    assert repr(saved) == text
+
+
+def test_after_an_error_nothing_is_said_of_what_was_not_saved():
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="stop"):
+        warnings.simplefilter("error")
+        with saved_tensors(nn.Linear(2, 3)):
+            raise ValueError("stop")
