@@ -229,10 +229,20 @@ def test_a_layer_that_the_last_forward_skipped_has_no_stale_value():
 def test_a_layer_called_by_itself_is_a_forward_of_its_own(model, x):
     with features(model, "0", "1") as f:
         model(x)
-        for _ in range(3):
-            model[0](x)
+        for factor in (2, 3, 4):
+            own = model[0](factor * x)
         assert len(f.calls["0"]) == 1
+        assert torch.equal(f["0"], own)
         assert len(f.calls["1"]) == 1  # the rest of the last forward stays
+        model(x)
+        assert torch.equal(f["0"], model[0].forward(x))
+
+
+def test_the_calls_are_a_mapping_of_what_was_called(model, x):
+    with features(model, "*") as f:
+        assert (list(f.calls), len(f.calls), "0" in f.calls) == ([], 0, False)
+        model[:2](x)
+    assert (list(f.calls), len(f.calls), "0" in f.calls, "2" in f.calls) == (["0", "1"], 2, True, False)
 
 
 def test_a_model_that_calls_itself_keeps_all_calls():
@@ -636,6 +646,44 @@ def test_a_run_stops_its_own_thread_only():
         other_ran.set()
         thread.join()
     assert hooks_on(model) == []
+
+
+def test_what_another_thread_calls_is_not_what_a_run_waits_for():
+    began, other_ran = threading.Event(), threading.Event()
+
+    def wait(module, args, output):
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert other_ran.wait(60)
+
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
+    errors = []
+    for place in ("0", "1"):  # the run still waits for one layer; it has all, and is about to stop
+        began.clear(), other_ran.clear()
+        with features(model, "0", "1") as f, model.get_submodule(place).register_forward_hook(wait):
+            thread = threading.Thread(target=f.run, args=(torch.zeros(1),))
+            thread.start()
+            assert began.wait(60)
+            try:
+                model(torch.ones(1))
+            except Exception as error:
+                errors.append(error)
+            other_ran.set()
+            thread.join()
+            assert sorted(output.item() for output in f.calls["1"]) == [0, 1]
+    assert errors == []
+
+
+def test_a_run_stops_whatever_shortcuts_were_taken_before(model, x):
+    ran = []
+    with features(model, "0") as f, model[2].register_forward_hook(lambda *given: ran.append(1)):
+        with torch.inference_mode():
+            model(x)
+            f.run(x)
+        assert len(ran) == 1
+        inner = model[1].register_forward_hook(lambda *given: inner.remove() or (f.run(2 * x) and None))
+        model(x)
+        assert len(ran) == 2  # the outer forward alone
 
 
 def test_a_script_module_is_left_out_by_patterns_and_refused_by_name():
