@@ -114,7 +114,7 @@ class Queue:
     def pack(self, tensor: Tensor) -> Packed:
         storage = tensor.untyped_storage()
         place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        key = (*place, tensor._version, tensor.is_conj())
+        key = (*place, tensor._version, tensor.is_conj())  # negative views never come here
         with self.lock:
             packed = self.found.get(key)
             # A new storage may have the id of a dead one.

@@ -60,17 +60,23 @@ def _exponentials(x: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> Tensor:
-    doubled = x * 2
+    doubled = x + x
     return doubled[:100].sin() + doubled[100:200].cos()
 
 
 # What is run, the bytes of x, the bytes that are held, in words.
 CASES = (
     (_cubes, 4_000, 8_000, "x = x * x, 3 times"),
-    (lambda x: (x * 2)[:10].sin(), 4_000, 4_000, "(x * 2)[:10].sin()"),
-    (_halves, 4_000, 4_000, "sin of one slice of x * 2, cos of another"),
-    (lambda x: x * 2 + 1, 4_000, 0, "x * 2 + 1"),
+    (lambda x: (x + x)[:10].sin(), 4_000, 4_000, "(x + x)[:10].sin()"),
+    (_halves, 4_000, 4_000, "sin of one slice of x + x, cos of another"),
+    (lambda x: x + x + 1, 4_000, 0, "x + x + 1"),
     (lambda x: x[100:200].sin(), 4_000, 0, "x[100:200].sin()"),
+)
+# Held too: a result, a mask, and what is no leaf of yours. What is run, the bytes that are held, in words.
+OTHERS = (
+    (torch.exp, 4_000, "x.exp()"),
+    (lambda x: x * (x > 0), 1_000, "x * (x > 0)"),
+    (lambda x: x * torch.ones(1000, requires_grad=True), 4_000, "x * torch.ones(1000, requires_grad=True)"),
 )
 
 
@@ -87,6 +93,14 @@ def examine_held_bytes(answer):
             zh=f"float32 都对；换成 float64，应当是 16,000，得到的是 {doubles:,}。一个数占几个字节，要看数据类型。",
             en=f"Right for float32. For float64 16,000 are right; found {doubles:,}. Bytes per entry depend on the dtype.",
         )
+    for function, want, words in OTHERS:
+        if (got := _count_once(answer, function)) != want:
+            refuse(
+                "left_out",
+                zh=f"`{words}`：应当是 {want:,}，得到的是 {got:,}。不算的只有 `x`；结果、掩码、别的叶子张量，存了就算。",
+                en=f"`{words}`: {want:,} is right; found {got:,}. Nothing but `x` is left out; a result, a mask, another leaf count "
+                "if they are saved.",
+            )
     got = _count_once(answer, _exponentials)
     if got != 24_000:
         refuse(
@@ -297,6 +311,11 @@ HELD = Exercise(
             lambda tensors, x: (
                 sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
                 - x.nbytes
+            )
+        ),
+        "left_out": _collecting(
+            lambda tensors, x: sum(
+                t.untyped_storage().nbytes() for t in _others(tensors, x).values() if t.is_floating_point()
             )
         ),
         "entries": _collecting(lambda tensors, x: sum(t.numel() for t in _others(tensors, x).values())),
@@ -510,6 +529,28 @@ class _Row(nn.Module):
         return (x * 2)[:10].sin()
 
 
+class _Gate(nn.Module):
+    """Saves a buffer of 32,000 bytes, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(100, 80))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 2) * self.mask
+
+
+def heaviest_with_buffers(model, x):
+    new, seen, params = Counter(), set(), {name for name, _ in model.named_parameters()}
+    with saved_tensors(model) as saved:
+        model(x)
+    for record in saved:
+        if record.storage not in seen and record.owner not in params:
+            new[record.module] += record.storage_bytes
+        seen.add(record.storage)
+    return max(new, key=new.get)
+
+
 def examine_heaviest(answer):
     torch.manual_seed(0)
     _examine_named(answer, _Unequal(), torch.randn(1, 8), "一个小模型", "a small model")
@@ -521,6 +562,13 @@ def examine_heaviest(answer):
             zh="在一个小模型上，你的答案是 `soft`，它存了 8,000 字节。`row` 存的切片自己只有 2,000 字节，可是切片留住的是一整块 20,000 字节的内存。",
             en="On a small model your answer is `soft`, which saves 8,000 bytes. The slice that `row` saves has no more than 2,000 "
             "of its own, but it holds a whole memory of 20,000.",
+        )
+    gated = nn.Sequential(OrderedDict(mix=nn.Linear(50, 40), soft=nn.Softmax(-1), gate=_Gate()))
+    if answer(gated, torch.randn(100, 50)) == "gate":
+        refuse(
+            "with_buffers",
+            zh="在一个小模型上，你的答案是 `gate`。它存的只有自己的缓冲区；缓冲区和参数一样，本来就在内存里。",
+            en="On a small model your answer is `gate`. All it saves is a buffer of its own, which lives anyway, as parameters do.",
         )
     from torchvision.models import densenet121
 
@@ -705,6 +753,7 @@ HEAVIEST = Exercise(
         "mode_changed": lambda model, x: heaviest(model.eval(), x),
         "left_behind": heaviest_left_behind,
         "only_the_slice": heaviest_by_slice,
+        "with_buffers": heaviest_with_buffers,
         "ran_twice": heaviest_ran_twice,
         "grad_left_off": heaviest_grad_left_off,
         "not_a_name": lambda model, x: model.get_submodule(heaviest(model, x)),
@@ -775,6 +824,15 @@ def examine_lean(answer):
                 en=f"The values are right, but the gradient of `{name}` is not what it was.",
             )
     size = arguments[0].nbytes
+    if held < size:
+        refuse(
+            "out_of_sight",
+            zh="数值和梯度都对，可是 autograd 一个 `x` 也没有存：反向要用的，你留在了别处（`ctx` 的属性、列表），那里的也占内存，"
+            "还不受检查（第 4 节）。交给 autograd 存，用 `ctx.save_for_backward`。",
+            en="Values and gradients are right, but autograd saves not even one `x`: what backward needs you keep elsewhere (in "
+            "attributes of `ctx`, in a list), where it takes memory too, and nobody checks it (section 4). Let autograd save it, by "
+            "`ctx.save_for_backward`.",
+        )
     if held > most / 2:
         refuse(
             f"still_{held // size}",
@@ -788,6 +846,22 @@ def _half_precision(x, gain, scale):
     return lean(x.float(), gain.float(), scale.float()).double()
 
 
+class _OnCtx(torch.autograd.Function):
+    """Four memories of the size of `x`, as attributes of `ctx`."""
+
+    @staticmethod
+    def forward(ctx, x, gain, scale):
+        ctx.given, ctx.power = (x, gain, scale), torch.exp(gain * x * scale)
+        ctx.inside = 1 + ctx.power
+        return torch.log(ctx.inside)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain, scale = ctx.given
+        grad = grad * ctx.power / ctx.inside
+        return grad * gain * scale, (grad * x * scale).sum(), (grad * x * gain).sum()
+
+
 LEAN = Exercise(
     "31.D",
     examine_lean,
@@ -795,6 +869,7 @@ LEAN = Exercise(
     {
         "still_4": wasteful,
         "still_3": lambda x, gain, scale: F.softplus(gain * x * scale),
+        "out_of_sight": lambda x, gain, scale: _OnCtx.apply(x, gain, scale),
         "no_graph": lambda x, gain, scale: torch.no_grad()(lean)(x, gain, scale),
         "no_gradient_x": lambda x, gain, scale: lean(x.detach(), gain, scale),
         "no_gradient_gain": lambda x, gain, scale: lean(x, gain.item(), scale),

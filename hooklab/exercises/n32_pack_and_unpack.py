@@ -145,6 +145,19 @@ def _content(part: Any) -> int:
     return part.nbytes if isinstance(getattr(part, "nbytes", None), int) else 0  # numpy
 
 
+def _again(loss: Tensor) -> None:
+    """A second backward, which unpacks everything once more."""
+    try:
+        loss.backward()
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        refuse(
+            "unpacked_once",
+            zh=f"第一次反向没有问题；`retain_graph=True` 之后的第二次反向，解包抛出了 `{type(error).__name__}`。解包要经得起重复。",
+            en=f"The first backward is fine; in a second, after `retain_graph=True`, unpacking raised `{type(error).__name__}`. "
+            "Unpacking must bear repetition.",
+        )
+
+
 # ---- 32.A: a pair that keeps the books ----
 
 
@@ -356,10 +369,11 @@ class _Listed:
     """A pair that packs to an index, and notes how often it was used."""
 
     def __init__(self):
-        self.kept, self.packs, self.unpacks = [], 0, 0
+        self.kept, self.places, self.packs, self.unpacks = [], [], 0, 0
 
     def pack(self, tensor):
         self.packs += 1
+        self.places.append((tensor.untyped_storage().data_ptr(), tensor.requires_grad))
         self.kept.append(tensor.detach())
         return len(self.kept) - 1
 
@@ -404,6 +418,13 @@ def _examine_unedited(pair_of, inner):
             f"{inner.unpacks - used[1]} 次。",
             en=f"Packed 2 times and unpacked 2 times; of the pair that you were given, `pack` ran "
             f"{inner.packs - used[0]} times and `unpack` {inner.unpacks - used[1]} times.",
+        )
+    if inner and inner.places[-2:] != [(h.untyped_storage().data_ptr(), True)] * 2:
+        refuse(
+            "other_tensor",
+            zh="交给你的 `pack` 收到的不是被保存的张量，而是它的副本或 `detach()` 的结果：按存储认参数的 `pack`（第 11 节）就认不出来了。",
+            en="The `pack` that you were given gets a copy of the saved tensor, or what `detach()` makes of it, and not the tensor "
+            "itself: a `pack` that knows parameters by their storage (section 11) would not know them.",
         )
     watched, h = _Watched(pair_of()), x * 2
     h += 1
@@ -591,6 +612,10 @@ def checked_without_its_result(pack, unpack):
     return pack_checked, unpack_and_ignore
 
 
+def checked_on_a_copy(pack, unpack):
+    return checked(lambda tensor: pack(tensor.clone()), unpack)
+
+
 CHECKED = Exercise(
     "32.B",
     examine_checked,
@@ -606,6 +631,7 @@ CHECKED = Exercise(
         "other_error": checked_on(torch.detach, error=AssertionError),
         "checked_once": checked_the_first_time,
         "other_result": checked_without_its_result,
+        "other_tensor": checked_on_a_copy,
         "not_inner": lambda pack, unpack: checked(torch.detach, lambda packed: packed),
         "raised": lambda pack, unpack: (lambda tensor: (pack(tensor), pack(tensor)._version), unpack),
         "no_pair": lambda pack, unpack: saved_tensors_hooks(*checked(pack, unpack)),
@@ -613,6 +639,17 @@ CHECKED = Exercise(
     zh="任何一对钩子都能用上它：改写过就报错，没改写过就不打扰。",
     en="Any pair can have it: an edit raises, and where there is none nobody is disturbed.",
 )
+
+
+def emptied(pair_of):
+    """A wrong answer that can give back what it has packed once only."""
+
+    def answer(*given):
+        pack, unpack = pair_of(*given)
+        return lambda tensor: [pack(tensor)], lambda packed: unpack(packed.pop())
+
+    return answer
+
 
 # ---- 32.C: half precision, but not for what lives anyway ----
 
@@ -704,8 +741,9 @@ def examine_half_precision(answer):
     indices = torch.tensor([[1, 999], [257, 1000], [3, 513], [2, 7]])
     with watched.hooks():
         y = model(indices)
-    y.sum().backward()
+    y.sum().backward(retain_graph=True)
     _examine_freed(lambda: answer(model))
+    _again(y.sum())
 
 
 def halving(skips=lambda tensor, model: False, to=torch.bfloat16, others=torch.detach):
@@ -782,6 +820,7 @@ HALF_PRECISION = Exercise(
         "not_halved": halving(lambda tensor, model: _in_model(tensor, model) or tensor.requires_grad),
         "wrong_values": halving(_in_model, to=torch.float16),
         "never_freed": halving(_in_model, others=lambda tensor: tensor),
+        "unpacked_once": emptied(half_precision),
         "no_pair": lambda model: half_precision(model)[0],
     },
     zh="该减半的减半，本来就在的不复制，别的类型一位不动。",
@@ -840,6 +879,7 @@ def examine_as_bits(answer):
     with watched.hooks():
         y = F.max_pool1d(torch.mul(x, x), 2) * torch.tensor([3, 255], dtype=torch.uint8)
     y.sum().backward()
+    _examine_two_masks(answer)
     _examine_mask_dropped(answer)
     _examine_freed(answer)
 
@@ -850,7 +890,25 @@ def _examine_mask(answer, values, mask):
     with watched.hooks():
         y = x.masked_fill(mask, 0.0)
         z = torch.where(mask, x, -x)
-    (y.sum() + z.sum()).backward()
+    (y.sum() + z.sum()).backward(retain_graph=True)
+    _again(y.sum() + z.sum())
+
+
+def _examine_two_masks(answer):
+    """Both packed before either is unpacked."""
+    wide, tall = torch.randn(2, 3, requires_grad=True), torch.randn(9, requires_grad=True)
+    watched = _Watched(answer())
+    with watched.hooks():
+        loss = wide.masked_fill(wide > 0, 0.0).sum() + tall.masked_fill(tall > 0, 0.0).sum()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        refuse(
+            "mixed_up",
+            zh=f"先打包一个 `[2, 3]` 的掩码，再打包一个 `[9]` 的，然后解包，抛出了 `{type(error).__name__}`。每个掩码的形状记在哪里？",
+            en=f"A mask of `[2, 3]` was packed, then one of `[9]`, and then both unpacked: that raised `{type(error).__name__}`. Where "
+            "is the shape of each mask noted?",
+        )
 
 
 def _examine_mask_dropped(answer):
@@ -930,6 +988,21 @@ def _with_tail_missing(packed):
     return flat.view(shape)
 
 
+def shape_of_the_last():
+    pack, unpack = as_bits()
+    last = None
+
+    def pack_mask(tensor):
+        nonlocal last
+        packed = pack(tensor)
+        if isinstance(packed, Tensor):
+            return packed
+        octets, last = packed
+        return (octets,)
+
+    return pack_mask, lambda packed: unpack(packed if isinstance(packed, Tensor) else (*packed, last))
+
+
 AS_BITS = Exercise(
     "32.D",
     examine_as_bits,
@@ -949,6 +1022,8 @@ AS_BITS = Exercise(
             lambda packed: _mask(packed[:2]).to(packed[2]),
             only=lambda tensor: tensor.dtype in (torch.bool, torch.int64),
         ),
+        "unpacked_once": emptied(as_bits),
+        "mixed_up": shape_of_the_last,
         "no_pair": lambda: as_bits()[0],
     },
     zh="一个掩码只占原来的八分之一，一个元素也没错。",

@@ -281,6 +281,12 @@ def _examine_save_to(answer):
     _examine_written(store)
     del result
     _examine_slots(store)
+    if len(fired) > 1:
+        refuse(
+            "ran_twice",
+            zh=f"调用一次包装，`module` 运行了 {len(fired)} 次：BatchNorm 的统计量也更新了 {len(fired)} 次。",
+            en=f"One call of the wrapper ran `module` {len(fired)} times: batch norm has updated its statistics as often.",
+        )
     if not fired:
         refuse(
             "skipped_hooks",
@@ -288,7 +294,20 @@ def _examine_save_to(answer):
             en="A forward hook that we had hung on `module` did not fire. Was the module called, or its `forward`?",
         )
     _examine_again(module, x, wrapped, store)
+    _examine_two_inputs(answer)
     _examine_failing(answer)
+
+
+def _examine_two_inputs(answer):
+    bilinear = nn.Bilinear(2, 3, 4)
+    try:
+        answer(bilinear, _Counting())(torch.ones(1, 2), torch.ones(1, 3))
+    except TypeError as error:
+        refuse(
+            "one_input",
+            zh=f"`nn.Bilinear` 有两个按位置传的输入，包装以后抛出了 `TypeError: {error}`。参数要原样传进去。",
+            en=f"`nn.Bilinear` takes two inputs by position; wrapped, it raised `TypeError: {error}`. Hand all arguments on.",
+        )
 
 
 def _examine_result(result, want):
@@ -547,6 +566,33 @@ def hooks_on_the_module(module, store):
     return _inside(lambda module, store: nullcontext())(module, store)
 
 
+def ran_twice(module, store):
+    class SaveTo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **kwargs):
+            self.module(*args, **kwargs)
+            with _offload(self.module, store):
+                return self.module(*args, **kwargs)
+
+    return SaveTo()
+
+
+def one_input(module, store):
+    class SaveTo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x, **kwargs):
+            with _offload(self.module, store):
+                return self.module(x, **kwargs)
+
+    return SaveTo()
+
+
 SAVE_TO = Exercise(
     "33.B",
     examine_save_to,
@@ -560,6 +606,8 @@ SAVE_TO = Exercise(
         "hidden_parameters": hidden_parameters,
         "no_module": no_module,
         "same_module": patched,
+        "one_input": one_input,
+        "ran_twice": ran_twice,
         "hid_error": _wrapping(_hides),
         "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
         "no_graph": _inside(
@@ -923,6 +971,7 @@ def examine_pack_views(answer):
     _examine_moves(store, len(views))
     _examine_version(pack, store, matrix)
     _examine_dropped(answer)
+    _examine_several(answer)
     _examine_reuse(answer)
     _examine_leaks(answer)
 
@@ -958,6 +1007,41 @@ def _examine_dropped(answer):
             en=f"After what was packed before had been dropped, with the storage still there, packing or giving back went "
             f"wrong: `{wrong}`. The `slot` behind a weak reference may be gone.",
         )
+
+
+def _examine_several(answer):
+    """Two storages in turn, two stores, a storage of 3 bytes; each given back twice."""
+    first, second = _Counting(), _Counting()
+    one, other, mask = torch.arange(6.0).view(2, 3), torch.ones(5), torch.tensor([True, False, True])
+    pack = answer(first)
+    views = (one, other, one.t(), mask)
+    wrong, packed = "", []
+    for view in views:
+        wrong = wrong or _not_back(lambda view=view: packed.append(pack(view)) or packed[-1](), view)
+        wrong = wrong or _not_back(lambda: packed[-1](), view)
+    if wrong:
+        refuse(
+            "several",
+            zh=f"轮流打包两块存储，再打包一个 3 字节的布尔张量，各取两遍，有一次不对：`{wrong}`。",
+            en=f"Two storages were packed in turn, then a boolean tensor of 3 bytes, and each given back twice: once that went wrong, "
+            f"`{wrong}`.",
+        )
+    if len(first.written) != 3:
+        refuse(
+            "last_storage_only",
+            zh=f"`a`、`b`、`a.t()` 依次打包，再加一个布尔张量，共 3 块存储，`store.write` 却调用了 {len(first.written)} 次：记得住的只有最近一块？",
+            en=f"`a`, `b`, `a.t()` were packed in this order, then a boolean tensor: 3 storages, but `store.write` was called "
+            f"{len(first.written)} times. Is only the latest remembered?",
+        )
+    again = answer(second)(one)
+    if not second.written:
+        refuse(
+            "shared_notes",
+            zh="`pack_views` 调用两次，给的是两个后端；同一个张量，第二个后端一次也没有写：两次调用共用了一份记录。",
+            en="`pack_views` was called twice, with two stores; of one and the same tensor the second store has written nothing: the "
+            "two calls share their notes.",
+        )
+    del again
 
 
 def _not_back(run, want):
@@ -1112,6 +1196,40 @@ def _views(*, key=id, same=lambda known, storage: known[0]() is storage, version
     return answer
 
 
+def given_back_once(store):
+    pack = pack_views(store)
+
+    def once(tensor):
+        give_back, given = pack(tensor), []
+
+        def give_back_once():
+            if given:
+                raise RuntimeError("given back already")
+            given.append(True)
+            return give_back()
+
+        return give_back_once
+
+    return once
+
+
+NOTES = weakref.WeakKeyDictionary()
+
+
+def notes_for_all(store):
+    def pack(tensor):
+        storage, version = tensor.untyped_storage(), tensor._version
+        known_version, known = NOTES.get(storage, (None, lambda: None))
+        slot = known() if known_version == version else None
+        if slot is None:
+            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            NOTES[storage] = version, weakref.ref(slot)
+        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+
+    return pack
+
+
 def contiguous_back(store):
     pack = pack_views(store)
 
@@ -1208,6 +1326,9 @@ VIEWS = Exercise(
         "moved_again": first_version,
         "not_callable": lambda store: lambda tensor: store.write(tensor.flatten()),
         "other_shape": flattened,
+        "several": given_back_once,
+        "last_storage_only": _views(key=lambda storage: 0),
+        "shared_notes": notes_for_all,
     },
     zh="一块存储，一次搬运，任意多的视图。",
     en="One storage, one move, any number of views.",
@@ -1237,7 +1358,7 @@ CHECKS = [
     ),
     Prediction(
         "33.4",
-        zh="反而更慢：10.8 倍。计算快了 4.3 倍，带宽只快了 2.2 倍，搬运在一步里占的份量更大了。计算进步得比链路快，卸载的相对代价就上涨。",
+        zh="反而更慢：10.8 倍。计算的速度是原来的 4.3 倍，带宽只有 2.2 倍，搬运在一步里占的份量更大了。计算进步得比链路快，卸载的相对代价就上涨。",
         en="It gets worse: 10.8. Computing is 4.3 times as fast and the link only 2.2 times, so moving weighs more in a step. "
         "Where computing gains more than the link, the relative price of offloading goes up.",
     ),

@@ -6,6 +6,7 @@ import os
 import tempfile
 import uuid
 import weakref
+from collections.abc import MutableMapping
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from threading import Thread
@@ -419,7 +420,7 @@ def examine_byte_store(answer):
             zh="函数返回了 `None`，应当返回一个有 `write` 和 `read` 的对象。",
             en="The function returned `None`; wanted is an object with `write` and `read`.",
         )
-    if not isinstance(getattr(store, "held", None), dict):
+    if not isinstance(getattr(store, "held", None), MutableMapping):
         refuse(
             "no_held",
             zh=f"返回的 `{type(store).__name__}` 没有叫 `held` 的字典。",
@@ -541,6 +542,20 @@ def _examine_keys(store):
 
 
 def _examine_freed(store):
+    first, equal = store.write(torch.ones(3)), store.write(torch.ones(3))
+    del first
+    gc.collect()
+    try:
+        _expect_bits(store.read(equal), torch.ones(3), "float32")
+    except KeyError:
+        refuse(
+            "freed_others",
+            zh="两个内容相同的张量各写一次，释放了一个，另一个也读不到了：键重了。",
+            en="Two tensors of equal content were written, and one was given back: the other can no longer be read. They had the same "
+            "key.",
+        )
+    del equal
+    gc.collect()
     slot, other = store.write(torch.ones(3)), store.write(torch.ones(5))
     del slot
     gc.collect()
@@ -734,6 +749,8 @@ def examine_large_only(answer):
     _examine_edit(pair)
     for kind, inner in INNER.items():
         _examine_values(answer(*inner, 100), kind)
+    _examine_late_edit(pair)
+    _examine_large(answer)
 
 
 def _examine_threshold(answer):
@@ -842,6 +859,54 @@ def _examine_edit(pair):
         )
 
 
+def _examine_late_edit(pair):
+    x = torch.zeros(3, requires_grad=True)
+    with saved_tensors_hooks(*pair):
+        y = x.exp()
+    y.sum().backward(retain_graph=True)
+    y.detach().mul_(2)
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        return
+    refuse(
+        "checked_once",
+        zh="第一次反向之后才原地改写一个小张量，第二次反向照样走完了：每次解包都要核对。",
+        en="A small tensor was edited in place after a first backward, and a second went through all the same: compare at every "
+        "unpacking.",
+    )
+
+
+def _examine_large(answer):
+    """What `pack` has copied away may be edited, and freed."""
+    pair = answer(lambda saved: saved.tolist(), torch.tensor, 100)
+    x = torch.zeros(200, requires_grad=True)
+    with saved_tensors_hooks(*pair):
+        y = x.exp()
+        hidden = x + 1
+        z = hidden.sin()
+    memory = weakref.ref(hidden.untyped_storage())
+    del hidden
+    gc.collect()
+    if memory() is not None:
+        refuse(
+            "large_kept",
+            zh="一个大张量已经交给 `pack` 搬走，别人也不要它了，它的内存却没有释放：你的打包结果里还拿着它。",
+            en="A large tensor was given to `pack` and moved, and nobody else wants it, yet its memory is not freed: what you packed "
+            "still holds it.",
+        )
+    y.mul_(2)
+    try:
+        (y.sum() + z.sum()).backward()
+    except RuntimeError:
+        refuse(
+            "large_checked",
+            zh="一个大张量由 `pack` 另存了一份，之后原地改写它并不碍事，解包却抛出了 `RuntimeError`：核对只管留在内存里的小张量。",
+            en="`pack` has stored a large tensor elsewhere, so an edit in place afterwards does no harm; yet unpacking raised a "
+            "`RuntimeError`. Only small ones, which stay in memory, are to be compared.",
+        )
+
+
 def _examine_values(pair, kind):
     for shape in SHAPES:
         x = torch.full(shape, 0.5, requires_grad=True)
@@ -921,6 +986,46 @@ def _guessed_by_tensor(pack, unpack, at_least):
     return pack_either, unpack_either
 
 
+def _checked_once(pack, unpack, at_least):
+    either, restored = large_only(pack, unpack, at_least)
+    checked = set()
+
+    def unpack_either(packed):
+        if packed[0] == "kept" and id(packed) in checked:
+            return packed[1]
+        checked.add(id(packed))
+        return restored(packed)
+
+    return either, unpack_either
+
+
+def _checked_around(pack, unpack, at_least):
+    def unpack_either(packed):
+        tensor = _guarded(packed[:2])
+        return unpack(packed[2]) if tensor.numel() >= at_least else tensor
+
+    return lambda saved: (
+        *_versioned(saved),
+        pack(saved) if saved.numel() >= at_least else None,
+    ), unpack_either
+
+
+def _checked_throughout(pack, unpack, at_least):
+    def pack_either(saved):
+        if saved.numel() < at_least:
+            return None, *_versioned(saved)
+        moved, counter = pack(saved), saved.detach()
+        counter.data = torch.empty(0)  # shares the version, and not the memory
+        return moved, counter, saved._version
+
+    def unpack_either(packed):
+        moved, *versioned = packed
+        kept = _guarded(tuple(versioned))
+        return kept if moved is None else unpack(moved)
+
+    return pack_either, unpack_either
+
+
 def _guessed_by_tuple(pack, unpack, at_least):
     def pack_either(saved):
         return pack(saved) if saved.numel() >= at_least else _versioned(saved)
@@ -951,6 +1056,9 @@ LARGE_ONLY = Exercise(
         "other_error": _large_only(_versioned, _asserted),
         "not_restored": _guessed_by_tensor,
         "unpacked_once": _unpacked_once,
+        "checked_once": _checked_once,
+        "large_kept": _checked_around,
+        "large_checked": _checked_throughout,
         "other_threshold": lambda pack, unpack, at_least: large_only(pack, unpack, 100),
         "threshold_off": _safe(lambda saved, at_least: saved.numel() > at_least),
         "nothing_moved": _safe(lambda saved, at_least: False),

@@ -275,6 +275,21 @@ def examine_faithful(answer):
         del got, want
         _examine_freed(block)
     _examine_segments(answer, dropout=True)
+    _examine_by_hand(answer)
+
+
+def _examine_by_hand(answer):
+    """torch's checkpoint saves its input where the hooks outside see it (section 2); by hand they see nothing."""
+    seen, (block, x) = [], _new(dropout=True)
+    with saved_tensors_hooks(lambda t: seen.append(1) or t.detach(), lambda t: t):
+        answer(block, x)
+    if seen:
+        refuse(
+            "ready_made",
+            zh="都对，可是外面的钩子看见了这一段的输入：这是 torch 现成的 `checkpoint`（第 2 节）。这一题要用打包和解包来写，从 `handmade` 改起。",
+            en="All right, but the hooks outside see the input of the segment: this is torch's own `checkpoint` (section 2). Here it is to "
+            "be written out of pack and unpack; begin with `handmade`.",
+        )
 
 
 def forgets(block, x):
@@ -399,6 +414,7 @@ FAITHFUL = Exercise(
     faithful,
     {
         "wrong_mask": forgets,
+        "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
         "disturbs": lambda block, x: _by_hand(block, x, _random_as(torch.get_rng_state(), fork=False)),
         "disturbs_forward": draws_in_forward,
         "leaked": leaks,
