@@ -30,7 +30,7 @@ class Geometry:
         """The content as a 1-D tensor: a view of the same memory, or for a slice a copy of its own elements."""
         physical = tensor.conj() if self.conj else tensor  # the bits as they lie in memory
         if self.has_gaps:
-            return physical.as_strided(self.core, self.strides).reshape(-1)
+            return physical.as_strided(self.core, self.strides).contiguous().view(-1)
         return physical.as_strided((self.span,), (1,))
 
     def rebuild(self, flat: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Geometry:
                 f"the store was given {self.dtype} [{elements}] and gave back {found}; read(slot) should return "
                 "what write(tensor) was given, bit for bit"
             )
-        memory = flat.reshape(-1).to(self.device)
+        memory = flat.contiguous().to(self.device)
         if self.has_gaps:
             memory = torch.empty(self.span, dtype=self.dtype, device=self.device)
             memory.as_strided(self.core, self.strides).copy_(flat.reshape(self.core))

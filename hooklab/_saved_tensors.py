@@ -139,7 +139,8 @@ class SavedTensors(Sequence[SavedTensor]):
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
-        self._owners = {id(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
+        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(self._model))
+        self._owners = weakref.WeakKeyDictionary(owners)
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
@@ -184,7 +185,7 @@ class SavedTensors(Sequence[SavedTensor]):
         except (RuntimeError, NotImplementedError):  # it has none of its own
             return size, next(self._numbers), size, tensor._version, ""
         if storage not in self._memories:
-            owner = self._owners.get(id(storage), "parameter" if _packing.is_parameter(tensor) else "")
+            owner = self._owners.get(storage, "parameter" if _packing.is_parameter(tensor) else "")
             self._memories[storage] = next(self._numbers), owner
         number, owner = self._memories[storage]
         return size, number, size if parts else storage.nbytes(), tensor._version, owner

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,7 @@ from hooklab._packing import is_plain, refuse_edited
 __all__ = ["Segments"]
 
 SMALL = 4096  # numbers
+Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values
 Named = dict[tuple[nn.Module, str], Tensor | None]  # buffers, by their owner and their name there
 
 
@@ -43,7 +45,11 @@ class Segmented(nn.Sequential):
     def forward(self, input: Any) -> Any:
         if not self._hooklab_called:
             self._hooklab_called.append(True)
-        if not torch.is_grad_enabled():
+        # The first forward of a lazy layer draws random numbers that no later one draws.
+        lazy = any(
+            isinstance(one, LazyModuleMixin) and one.has_uninitialized_params() for one in self.modules()
+        )
+        if lazy or not torch.is_grad_enabled():
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
         for start in range(0, len(blocks), size):
@@ -98,21 +104,29 @@ class Buffers:
     """Computing a segment again starts from the buffers as its forward found them, and changes copies only.
 
     So running statistics are updated once, and a buffer that the output depends on has its old value again; and
-    so has `training`, should `eval()` have been called in between.
+    so have `training`, `requires_grad`, and whether a Sequential inside runs in segments.
     """
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
-        # `training` and the buffers, as the forward found them.
-        self.before: tuple[dict[nn.Module, bool], Named] | None = None
+        # Flags and the buffers, as the forward found them.
+        self.before: tuple[Flags, Named] | None = None
 
-    def now(self) -> tuple[dict[nn.Module, bool], Named]:
+    def now(self) -> tuple[Flags, Named]:
         buffers = {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
-        return {one: one.training for one in self.owners}, buffers
+        flags = []
+        for one in self.owners:
+            names = ("training", "__class__") if isinstance(one, nn.Sequential) else ("training",)
+            flags += [(one, name, getattr(one, name)) for name in names]
+            flags += [
+                (p, "requires_grad", p.requires_grad) for p in one._parameters.values() if p is not None
+            ]
+        return flags, buffers
 
-    def put(self, modes: dict[nn.Module, bool], buffers: Named) -> None:
-        for module, training in modes.items():
-            module.training = training
+    def put(self, flags: Flags, buffers: Named) -> None:
+        for one, name, value in flags:
+            if getattr(one, name) != value:
+                setattr(one, name, value)
         for module, name in self.now()[1].keys() - buffers.keys():  # a forward may register one
             del module._buffers[name]
         for (module, name), buffer in buffers.items():
@@ -121,8 +135,10 @@ class Buffers:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
-        modes, found = self.now()
+        flags, found = self.now()
         values = _copies(found)
+        # The forward may itself take a derivative, for which this is computed again.
+        self.used, self.before = {}, (flags, {place: values.get(b, b) for place, b in found.items()})
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
@@ -131,7 +147,7 @@ class Buffers:
             # Of these there is no copy: with the version that the forward has used.
             self.used = {tensor: _version(tensor) for tensor in (*parameters, *unchanged)}
             values.update(zip(unchanged, unchanged, strict=True))
-            self.before = modes, {place: values.get(b, b) for place, b in found.items()}
+            self.before = flags, {place: values.get(b, b) for place, b in found.items()}
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -140,10 +156,10 @@ class Buffers:
             if _version(tensor) != version:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
-        modes, before = self.before
+        flags, before = self.before
         copies, now = _copies(before), self.now()  # memory may be full: nothing is replaced yet
         try:
-            self.put(modes, {place: copies.get(b, b) for place, b in before.items()})
+            self.put(flags, {place: copies.get(b, b) for place, b in before.items()})
             yield
         finally:
             self.put(*now)
@@ -151,7 +167,7 @@ class Buffers:
 
 def _copies(buffers: Named) -> dict[Tensor, Tensor]:
     """One of each, though it may have several names."""
-    return {b: _copy(b) for b in set(buffers.values()) if b is not None and not nn.parameter.is_lazy(b)}
+    return {b: _copy(b) for b in set(buffers.values()) if b is not None}
 
 
 def _equal(copy: Tensor, buffer: Tensor) -> bool:

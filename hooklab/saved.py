@@ -80,7 +80,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
     model has in backward (not those of `torch.func.functional_call`), and where buffers change, one thread at a time
-    may train the model. A copy made meanwhile runs as before.
+    may train the model. Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs
+    as before, and so does the first forward of a lazy layer.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
@@ -123,6 +124,7 @@ class Offload:
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
     One memory that is saved in two shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.
+    A matrix product with a slice may round otherwise in the last bit: what is read back begins elsewhere in memory.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -152,7 +154,7 @@ class Offload:
         self._min_bytes = _refuse.count("Offload", "min_bytes", min_bytes)
         self._reaches = getattr(store, "reaches", lambda tensor: True)
         self._queue = Queue(store, math.inf if store is None else keep, prefetch)
-        self._own: dict[int, Any] = {}  # the storages of parameters and buffers, by id
+        self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # the storages of parameters and buffers
 
     @property
     def moved_bytes(self) -> int:
@@ -167,7 +169,7 @@ class Offload:
         blocks = getattr(_opened, "blocks", ())
         if self._model is not None and any(one._model is self._model for one, _ in blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
-        self._own = {id(tensor.untyped_storage()): tensor for _, tensor in owned(self._model)}
+        self._own = weakref.WeakSet(tensor.untyped_storage() for _, tensor in owned(self._model))
         # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
         pack = weakref.WeakMethod(self._pack)
         hooks = _packing.installed(lambda tensor: pack()(tensor), _unpack)
@@ -190,7 +192,7 @@ class Offload:
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         self._saved_any = True
         storage = tensor.untyped_storage() if _packing.is_plain(tensor) else None
-        if _packing.is_parameter(tensor) or id(storage) in self._own:
+        if _packing.is_parameter(tensor) or storage in self._own:
             return _packing.hold(tensor)
         if storage is not None and storage.nbytes() >= self._min_bytes and self._reaches(tensor):
             return self._queue.pack(tensor)

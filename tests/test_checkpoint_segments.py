@@ -825,3 +825,66 @@ def test_what_a_block_hands_on_and_also_saves_may_be_edited_by_the_next(size):
             return self.body(x) + self.body[2].value
 
     equal_gradients(Net, {"body": size})
+
+
+def first_steps(model, plan, x, between=lambda model: None):
+    """Output, gradients and buffers after one step, with the plan and without; the handle goes before backward."""
+    results = []
+    for segmented in (False, True):
+        own, own_x = copy.deepcopy(model), x.clone().requires_grad_()
+        torch.manual_seed(1)
+        with checkpoint_segments(own, plan) if segmented else contextlib.nullcontext():
+            output = own(own_x)
+        between(own)
+        output.square().sum().backward()
+        grads = [own_x.grad, *(parameter.grad for parameter in own.parameters())]
+        flags = torch.tensor([parameter.requires_grad for parameter in own.parameters()])
+        results.append([output, *(grad for grad in grads if grad is not None), *own.buffers(), flags])
+    return results
+
+
+def test_segments_inside_segments_are_computed_again_as_they_were():
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(inner, nn.Linear(4, 4)))
+    assert equal(*first_steps(model, {"1": 1, "1.0": 2}, torch.ones(2, 4)))
+    assert type(inner) is nn.Sequential
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+def test_parameters_frozen_or_thawed_before_backward(frozen_first):
+    """As for a GAN, whose discriminator is switched on and off."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Tanh()]
+    model = nn.Sequential(nn.Sequential(*layers)).requires_grad_(not frozen_first)
+    x = torch.randn(4, 4)
+    plain, found = first_steps(model, {"0": 2}, x, lambda model: model.requires_grad_(frozen_first))
+    assert equal(plain, found)
+    assert plain[-1].tolist() == [frozen_first] * 2
+
+
+def test_a_forward_that_takes_a_derivative_updates_its_buffers_once():
+    class Force(nn.Module):
+        def forward(self, x):
+            return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Force()))
+    plain, found = first_steps(model, {"0": 3}, torch.randn(8, 4))
+    assert equal(plain, found)
+    assert plain[-2] == 1  # num_batches_tracked
+
+
+def test_the_first_forward_of_a_lazy_layer_draws_no_more_than_before():
+    model = nn.Sequential(nn.Sequential(nn.LazyLinear(8), nn.Dropout(), nn.Linear(8, 1)))
+    results = []
+    for plan in (None, {"0": 3}):
+        torch.manual_seed(0)
+        own = copy.deepcopy(model)
+        grads = []
+        with checkpoint_segments(own, plan) if plan else contextlib.nullcontext():
+            for _ in range(2):  # in the second step it runs in segments
+                own(torch.ones(2, 4)).sum().backward()
+                grads += [parameter.grad.clone() for parameter in own.parameters()]
+        results.append(grads)
+    assert equal(*results)

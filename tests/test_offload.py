@@ -993,6 +993,25 @@ def test_a_block_in_which_anything_was_saved_ends_without_a_warning():
     assert repr(offload) == "Offload(moved 0 bytes, kept 8)"
 
 
+def test_a_store_is_given_one_row_and_may_give_back_a_column():
+    class Columns:
+        """Looks at the bytes, as a file would, and hands out every second number of a memory."""
+
+        def write(self, tensor):
+            assert tensor.is_contiguous()
+            assert tensor.dim() == 1
+            return torch.frombuffer(bytearray(tensor.view(torch.uint8).numpy().tobytes()), dtype=tensor.dtype)
+
+        def read(self, slot):
+            return torch.stack([slot, slot], 1)[:, 0]
+
+    x = torch.arange(6.0).requires_grad_()
+    same(lambda x: x[::2] * x[1::2], x, to=Columns())
+    same(lambda x: (x * x).exp(), x, to=Columns())
+    weight = torch.randn(4, 3, requires_grad=True)
+    same(lambda x, weight: x[:4] * weight[:, 0] * weight.t()[1], x, weight, to=Columns())
+
+
 def test_without_further_words_what_has_a_mebibyte_is_moved():
     large, small = leaf(2**18), leaf(2**18 - 1)
     with Offload(to=CountingStore()) as offload:

@@ -7,12 +7,13 @@ import weakref
 
 import pytest
 import torch
+from counting_store import CountingStore
 from models import Careful, mlp
 from torch import nn
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import draw, no_leftovers, saved_tensors, trace
+from hooklab import Offload, draw, no_leftovers, saved_tensors, trace
 
 names_nodes = pytest.mark.skipif(
     not hasattr(graph, "node_creation_hook"), reason="this PyTorch does not show Nodes as they are created"
@@ -567,3 +568,34 @@ def test_after_an_error_nothing_is_said_of_what_was_not_saved():
         warnings.simplefilter("error")
         with saved_tensors(nn.Linear(2, 3)):
             raise ValueError("stop")
+
+
+class Replaces(nn.Module):
+    """Replaces its buffer in every forward, or the memory behind it."""
+
+    def __init__(self, memory_only):
+        super().__init__()
+        self.memory_only = memory_only
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        mean = 0.9 * self.mean + 0.1 * x.detach()
+        if self.memory_only:
+            self.mean.data = mean
+        else:
+            self.mean = mean
+        return (x - self.mean).tanh()
+
+
+@pytest.mark.parametrize("memory_only", [True, False])
+def test_what_takes_the_place_of_a_dead_buffer_is_no_buffer(memory_only):
+    model = nn.Sequential(*[Replaces(memory_only) for _ in range(10)])
+    for _ in range(3):
+        store = CountingStore()
+        with saved_tensors(model) as saved:
+            loss = model(torch.ones(8, requires_grad=True)).sum()
+        assert (saved.parameter_bytes, max(saved.held)) == (0, 320)  # the results of tanh
+        with Offload(model, to=store, min_bytes=0) as offload:
+            loss = model(torch.ones(8, requires_grad=True)).sum()
+        assert offload.moved_bytes == 320
+        loss.backward()
