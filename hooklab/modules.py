@@ -152,11 +152,12 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
 
     Args:
         tensor: any shape, dtype and device.
-        copy: False, as `keep=functools.partial(with_grad, copy=False)`, spares the memory and the time of a copy:
-            what is kept shares the memory of the output, and cannot be read once a later layer has edited that.
+        copy: False, as `keep=functools.partial(with_grad, copy=False)`, costs less: no memory for a copy, and no
+            Python in backward. The output itself is kept, with its graph, and `Tensor.retain_grad` fills its
+            `.grad`, which adds up over backwards. It cannot be read once a later layer has edited it in place.
 
     Returns:
-        The output without its graph. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
+        A detached copy. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
         replaces it. The gradient is not copied: layers whose outputs are added share one, so do not edit it.
 
     Raises:
@@ -170,7 +171,11 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
         torch.Size([2, 3])
     """
     try:
-        kept, node = tensor.data.clone() if copy else tensor.detach(), tensor.grad_fn
+        if not copy:
+            if tensor.requires_grad:
+                tensor.retain_grad()
+            return tensor
+        kept, node = tensor.data.clone(), tensor.grad_fn
     except AttributeError:
         raise TypeError(
             f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"

@@ -562,16 +562,20 @@ def test_with_grad_is_right_beside_an_in_place_layer(x):
     assert torch.equal(f["0"], hidden)
 
 
-def test_with_grad_without_a_copy_shares_the_memory_and_says_so_where_that_was_edited(model, x):
+def test_with_grad_without_a_copy_keeps_the_output_itself_and_says_so_where_that_was_edited(model, x):
     plain = features(model, "1", keep=with_grad)
     with plain, features(model, "1", keep=partial(with_grad, copy=False)) as f:
         output = []
         model[1].register_forward_hook(lambda module, args, out: output.append(out))
         model(x).square().sum().backward()
-    assert f["1"].data_ptr() == output[0].data_ptr() != plain["1"].data_ptr()
+    assert f["1"] is output[0]
     assert torch.equal(f["1"], plain["1"])
     assert torch.equal(f["1"].grad, plain["1"].grad)
-    assert not f["1"].requires_grad
+    with torch.no_grad(), features(model, "1", keep=partial(with_grad, copy=False)) as f:
+        model(x)
+    assert f["1"].grad is None
+    with pytest.raises(TypeError, match="expected a tensor, found Linear"):
+        with_grad(nn.Linear(1, 1), copy=False)
 
     in_place = mlp(4, 5, 2, inplace=True)
     with features(in_place, "0", keep=partial(with_grad, copy=False)) as f:
