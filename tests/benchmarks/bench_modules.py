@@ -256,8 +256,8 @@ def spread(costs: dict[int, float]) -> float:
 def main() -> bool:
     kept = gradients_of_activations()
     kept += compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=10, copies=5)
-    kept += compare_forwards("20-block conv net", conv_net, rounds=40, repeat=3, copies=3)
-    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=31, repeat=1)
+    kept += compare_forwards("20-block conv net", conv_net, rounds=24, repeat=3, copies=6)
+    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=11, repeat=1, copies=3)
     kept += early_stop() + other_modes() + growth()
     return all(kept)
 
