@@ -37,6 +37,8 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
     largest = [max(abs(figures.min), abs(figures.max)) for figures in stats.values()]
     above_zero = [size for size in sizes if size > 0 and math.isfinite(size)]
     floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
+    from matplotlib.ticker import LogFormatter
+
     with _figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
         axes = figure.subplots()
         for values, mark, colour, label in (
@@ -48,6 +50,8 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
             if remark := _remark(figures):
                 axes.text(floor * 1.1, row, f" {remark}", va="center", fontsize=7, color=RED)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(LogFormatter())  # 1e-05: the usual one writes formulas
+        axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
         axes.grid(axis="x", color="#e6e6e6")
         axes.set_xlim(left=floor * 0.8)
         step = math.ceil(len(names) / MAX_LABELS)

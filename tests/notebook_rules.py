@@ -126,6 +126,13 @@ def pictures_have_facts(notebook: Notebook) -> Iterator[str]:
                 yield f"{cell.id}: a picture without a cell tagged facts in its section"
 
 
+def formulas(notebook: Notebook) -> Iterator[str]:
+    for cell in notebook.code:
+        for output in cell.outputs:
+            if found := re.search(r"\$\\\w+[^<]*", output.get("data", {}).get("image/svg+xml", "")):
+                yield f"{cell.id}: the picture shows {found[0]!r}, a formula that was not set"
+
+
 def links(notebook: Notebook) -> Iterator[str]:
     for cell in notebook.cells:
         for target in LINK.findall(cell.source) if not cell.is_code else ():
@@ -242,7 +249,7 @@ def _sections(cells: list[Cell]) -> list[list[Cell]]:
 
 RULES: list[Rule] = [
     normal_form, execution_counts, expected_errors, sources_covered, code_length, machine_traces, decimals,
-    pictures_have_facts, links, tags, opening, parts, practice, slides,
+    pictures_have_facts, formulas, links, tags, opening, parts, practice, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
     prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
     prose_rules.folds, prose_rules.glossary,

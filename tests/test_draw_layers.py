@@ -58,6 +58,14 @@ def test_gradient_flow_names_every_layer_in_the_picture(gradients):
     assert set("01234") <= set(words(draw.gradient_flow(gradients).svg))
 
 
+def test_gradient_flow_writes_its_scale_as_numbers(gradients):
+    picture = draw.gradient_flow(gradients)
+    scale = [word.replace("\N{MINUS SIGN}", "-") for word in words(picture.svg)]
+    powers = [float(word) for word in scale if re.fullmatch(r"1(e[-+]\d+)?", word)]
+    assert len(powers) > 1
+    assert "$" not in "".join(scale)
+
+
 def test_gradient_flow_shows_what_is_zero_or_not_finite(model):
     with torch.no_grad():
         model[4].weight.zero_()

@@ -101,6 +101,14 @@ RULE_DAMAGES = {
         lambda notebook: cell(notebook, "graph-facts").metadata.pop("tags"),
         notebook_rules.pictures_have_facts,
     ),
+    "a formula that was not set in a picture": (
+        lambda notebook: (
+            cell(notebook, "graph-draw")
+            .outputs[0]
+            .data.update({"image/svg+xml": r"<svg><text>$\mathdefault{10^{-4}}$</text></svg>"})
+        ),
+        notebook_rules.formulas,
+    ),
     "metadata of another program": (
         lambda notebook: notebook.metadata.update(kernelspec={"name": "mine", "display_name": "Mine"}),
         notebook_rules.normal_form,
