@@ -128,7 +128,7 @@ class Queue:
         return packed
 
     def make_room(self, young: int = 2) -> None:
-        """Move the oldest. Among the `young` newest, one that may be unfilled stays: its operation may still run."""
+        """Move the oldest. Of the `young` newest an unfilled one stays: its operation may still run."""
         with self.lock:
             while self.waiting.used > self.keep and self.oldest < self.count:
                 if (packed := self.packed.get(self.oldest)) is not None:
