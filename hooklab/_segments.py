@@ -43,13 +43,13 @@ class Segmented(nn.Sequential):
         return object.__new__, (self._hooklab_kind,), vars(self)
 
     def forward(self, input: Any) -> Any:
+        plain = not torch.is_grad_enabled()
         if not self._hooklab_called:
             self._hooklab_called.append(True)
-        # The first forward of a lazy layer draws random numbers that no later one draws.
-        lazy = any(
-            isinstance(one, LazyModuleMixin) and one.has_uninitialized_params() for one in self.modules()
-        )
-        if lazy or not torch.is_grad_enabled():
+            # The first forward of a lazy layer draws random numbers that no later one draws.
+            lazy = [one for one in self.modules() if isinstance(one, LazyModuleMixin)]
+            plain = plain or any(one.has_uninitialized_params() for one in lazy)
+        if plain:
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
         for start in range(0, len(blocks), size):
@@ -142,7 +142,7 @@ class Buffers:
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
-            parameters = (p for one in self.owners for p in one._parameters.values() if p is not None)
+            parameters = (p for one in self.owners for p in one._parameters.values() if _is_there(p))
             unchanged = [b for b, copy in values.items() if b.numel() > SMALL and _equal(copy, b)]
             # Of these there is no copy: with the version that the forward has used.
             self.used = {tensor: _version(tensor) for tensor in (*parameters, *unchanged)}
@@ -158,6 +158,9 @@ class Buffers:
                 refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
         flags, before = self.before
         copies, now = _copies(before), self.now()  # memory may be full: nothing is replaced yet
+        now[0].extend(
+            (one, name, getattr(one, name)) for one, name, _ in flags
+        )  # of what was replaced since, too
         try:
             self.put(flags, {place: copies.get(b, b) for place, b in before.items()})
             yield
@@ -165,9 +168,13 @@ class Buffers:
             self.put(*now)
 
 
+def _is_there(tensor: Tensor | None) -> bool:
+    return tensor is not None and not nn.parameter.is_lazy(tensor)
+
+
 def _copies(buffers: Named) -> dict[Tensor, Tensor]:
     """One of each, though it may have several names."""
-    return {b: _copy(b) for b in set(buffers.values()) if b is not None}
+    return {b: _copy(b) for b in set(buffers.values()) if _is_there(b)}
 
 
 def _equal(copy: Tensor, buffer: Tensor) -> bool:

@@ -888,3 +888,34 @@ def test_the_first_forward_of_a_lazy_layer_draws_no_more_than_before():
                 grads += [parameter.grad.clone() for parameter in own.parameters()]
         results.append(grads)
     assert equal(*results)
+
+
+def test_a_lazy_layer_that_is_never_called_costs_the_first_step_only():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(50, 50)
+            self.unused = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+
+        def forward(self, x):
+            return self.layer(x).tanh().sin().cos()
+
+    model, held = nn.Sequential(nn.Sequential(Block(), Block())), []
+    with checkpoint_segments(model, {"0": 1}):
+        for _ in range(3):
+            with saved_tensors(model) as saved:
+                loss = model(torch.randn(10, 50)).sum()
+            loss.backward()
+            held.append(saved.unique_bytes - saved.parameter_bytes)
+    assert held[0] > 2 * held[1] == 2 * held[2] == 8_000
+
+
+def test_a_parameter_that_was_replaced_before_backward_keeps_its_flag():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    with checkpoint_segments(model, {"0": 2}):
+        loss = model(torch.randn(4, 3)).sum()
+        old = model[0][0].weight.requires_grad_(False)
+        model[0][0].weight = nn.Parameter(old.detach().clone())
+        loss.backward()
+    assert not old.requires_grad
+    assert model[0][0].weight.requires_grad
