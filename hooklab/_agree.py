@@ -100,8 +100,7 @@ def _names(guess: Any) -> set[str]:
         written = _literal(guess)
         words = set(re.findall(r"[\w.]+", guess, re.ASCII)) - {"and"}
         guess = written if isinstance(written, set | list | tuple) else words
-    items = guess
     try:
-        return {str(item).casefold() for item in items}
+        return {str(item).casefold() for item in guess}
     except TypeError:  # one number, say, where names were asked for
         return {str(guess)}

@@ -269,12 +269,12 @@ class Features(Installed, Mapping[str, Any]):
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:
         if _versions(kept) != versions:
-            without = "copy" in getattr(self._keep, "keywords", ())  # partial(with_grad, copy=False)
-            copying = "with_grad" if without else "lambda t: t.detach().clone()"
+            cure = f"features(model, {name!r}, keep=lambda t: t.detach().clone())"
+            if not self._detaches:
+                cure = "let `keep` end in .clone(), or take keep=with_grad without copy=False"
             raise RuntimeError(
                 f"features: the output of {name!r} has been overwritten in place since the layer returned it, by a "
-                "later layer such as ReLU(inplace=True) or by `+=`; keep a copy of its own: "
-                f"features(model, {name!r}, keep={copying})"
+                f"later layer such as ReLU(inplace=True) or by `+=`; keep a copy of its own: {cure}"
             )
         return kept
 

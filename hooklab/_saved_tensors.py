@@ -224,9 +224,9 @@ def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
         return of[0]._record(tensor, outer[0](tensor))
 
     def unpack(saved: Saved) -> Tensor:
-        node = torch._C._current_autograd_node()  # None outside backward
-        if NODE_CREATION_HOOK is None and not saved.record.operation and node is not None:
-            saved.record.operation = node.name()
+        if NODE_CREATION_HOOK is None and not saved.record.operation:
+            node = torch._C._current_autograd_node()  # None outside backward
+            saved.record.operation = "" if node is None else node.name()
         return outer[1](saved.content)
 
     pack.hooklab_outer = outer

@@ -112,8 +112,10 @@ class Buffers:
         # Flags and the buffers, as the forward found them.
         self.before: tuple[Flags, Named] | None = None
 
-    def now(self) -> tuple[Flags, Named]:
-        buffers = {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
+    def buffers(self) -> Named:
+        return {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
+
+    def flags(self) -> Flags:
         flags = []
         for one in self.owners:
             names = ("training", "__class__") if isinstance(one, nn.Sequential) else ("training",)
@@ -121,13 +123,13 @@ class Buffers:
             flags += [
                 (p, "requires_grad", p.requires_grad) for p in one._parameters.values() if p is not None
             ]
-        return flags, buffers
+        return flags
 
     def put(self, flags: Flags, buffers: Named) -> None:
         for one, name, value in flags:
             if getattr(one, name) != value:
                 setattr(one, name, value)
-        for module, name in self.now()[1].keys() - buffers.keys():  # a forward may register one
+        for module, name in self.buffers().keys() - buffers.keys():  # a forward may register one
             del module._buffers[name]
         for (module, name), buffer in buffers.items():
             module._buffers[name] = buffer
@@ -135,10 +137,10 @@ class Buffers:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
-        flags, found = self.now()
+        flags, found = self.flags(), self.buffers()
         values = _copies(found)
         # The forward may itself take a derivative, for which this is computed again.
-        self.used, self.before = {}, (flags, {place: values.get(b, b) for place, b in found.items()})
+        self.used, self.before = {}, (flags, _replaced(found, values))
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
@@ -147,7 +149,7 @@ class Buffers:
             # Of these there is no copy: with the version that the forward has used.
             self.used = {tensor: _version(tensor) for tensor in (*parameters, *unchanged)}
             values.update(zip(unchanged, unchanged, strict=True))
-            self.before = flags, {place: values.get(b, b) for place, b in found.items()}
+            self.before = flags, _replaced(found, values)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -157,12 +159,11 @@ class Buffers:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
         flags, before = self.before
-        copies, now = _copies(before), self.now()  # memory may be full: nothing is replaced yet
-        now[0].extend(
-            (one, name, getattr(one, name)) for one, name, _ in flags
-        )  # of what was replaced since, too
+        copies = _copies(before)  # memory may be full: nothing is replaced yet
+        # Also of what has been replaced since then.
+        now = self.flags() + [(one, name, getattr(one, name)) for one, name, _ in flags], self.buffers()
         try:
-            self.put(flags, {place: copies.get(b, b) for place, b in before.items()})
+            self.put(flags, _replaced(before, copies))
             yield
         finally:
             self.put(*now)
@@ -175,6 +176,10 @@ def _is_there(tensor: Tensor | None) -> bool:
 def _copies(buffers: Named) -> dict[Tensor, Tensor]:
     """One of each, though it may have several names."""
     return {b: _copy(b) for b in set(buffers.values()) if _is_there(b)}
+
+
+def _replaced(buffers: Named, by: dict[Tensor, Tensor]) -> Named:
+    return {place: by.get(buffer, buffer) for place, buffer in buffers.items()}
 
 
 def _equal(copy: Tensor, buffer: Tensor) -> bool:

@@ -172,3 +172,10 @@ def test_a_module_that_answers_any_name_is_no_other_module():
     with hooklab.clip_gradients(model, -1, 1):
         (model(torch.ones(1, 2)) * 9).sum().backward()
     assert model.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_model_without_layers_is_told_how_it_is_called_itself():
+    layer = nn.Linear(1, 1)
+    with pytest.raises(KeyError, match='the model has no layers inside, give "" for itself'):
+        select(layer, "**")
+    assert list(select(layer, "").values()) == [layer]

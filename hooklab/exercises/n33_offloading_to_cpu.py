@@ -503,6 +503,20 @@ def _hides(module, store, args, kwargs):
         return None
 
 
+def _one_input(module, store, args, kwargs):
+    def run(x, **kwargs):
+        with _offload(module, store):
+            return module(x, **kwargs)
+
+    return run(*args, **kwargs)
+
+
+def _after_a_first_run(module, store, args, kwargs):
+    module(*args, **kwargs)
+    with _offload(module, store):
+        return module(*args, **kwargs)
+
+
 def hidden_parameters(module, store):
     class SaveTo(nn.Module):
         def forward(self, *args, **kwargs):
@@ -566,33 +580,6 @@ def hooks_on_the_module(module, store):
     return _inside(lambda module, store: nullcontext())(module, store)
 
 
-def ran_twice(module, store):
-    class SaveTo(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args, **kwargs):
-            self.module(*args, **kwargs)
-            with _offload(self.module, store):
-                return self.module(*args, **kwargs)
-
-    return SaveTo()
-
-
-def one_input(module, store):
-    class SaveTo(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x, **kwargs):
-            with _offload(self.module, store):
-                return self.module(x, **kwargs)
-
-    return SaveTo()
-
-
 SAVE_TO = Exercise(
     "33.B",
     examine_save_to,
@@ -606,8 +593,8 @@ SAVE_TO = Exercise(
         "hidden_parameters": hidden_parameters,
         "no_module": no_module,
         "same_module": patched,
-        "one_input": one_input,
-        "ran_twice": ran_twice,
+        "one_input": _wrapping(_one_input),
+        "ran_twice": _wrapping(_after_a_first_run),
         "hid_error": _wrapping(_hides),
         "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
         "no_graph": _inside(
