@@ -199,14 +199,15 @@ class PinnedMemory:
     def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB):
         self.in_flight = _refuse.count("PinnedMemory", "in_flight", in_flight)
         self.chunk = max(_refuse.count("PinnedMemory", "chunk", chunk), ALIGNMENT)
-        self._chunks: list[tuple[Row, Tensor]] = []
+        # Of each device its own: what one frees, another might fill while the first one's copy still reads it.
+        self._chunks: list[tuple[torch.device, Row, Tensor]] = []
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event, source): the copy still reads the source
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.RLock()
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(memory.nbytes for _, memory in self._chunks)
+        return sum(memory.nbytes for *_, memory in self._chunks)
 
     def reaches(self, tensor: Tensor) -> bool:
         """True for a tensor on a GPU."""
@@ -237,15 +238,16 @@ class PinnedMemory:
             self.prefetch(slot)
             (target, event), slot.incoming = slot.incoming, None
             self._wait(event, slot.device)
+            self._let_go()  # in backward nothing is written
         return target
 
     def _room(self, flat: Tensor) -> "PinnedSlot":
-        for row, memory in self._chunks:
-            if (start := row.take(flat.nbytes)) is not None:
+        for device, row, memory in self._chunks:
+            if device == flat.device and (start := row.take(flat.nbytes)) is not None:
                 return PinnedSlot(self, row, start, flat, memory)
         size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
         memory = self._pinned(max(size, _aligned(flat.nbytes)))
-        self._chunks.append((Row(memory.nbytes), memory))
+        self._chunks.append((flat.device, Row(memory.nbytes), memory))
         return self._room(flat)
 
     def _let_go(self) -> None:

@@ -113,7 +113,7 @@ def test_a_dropped_graph_gives_memory_back_without_gc():
         torch.cuda.synchronize()
         store._let_go()
         assert torch.cuda.memory_allocated() == before
-        assert all(row.take(1) == 0 for row, _ in store._chunks)
+        assert all(row.take(1) == 0 for _, row, _ in store._chunks)
     finally:
         gc.enable()
 

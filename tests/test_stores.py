@@ -359,6 +359,26 @@ def test_sources_that_are_copied_are_forgotten_without_waiting(device):
     del first, second
 
 
+def test_backward_forgets_the_sources_that_are_copied(device):
+    store = SlowMemory(device)
+    slots = [store.write(torch.full((10,), float(number))) for number in range(3)]
+    assert len(store._leaving) == 3
+    assert store.read(slots.pop()).unique().tolist() == [2.0]
+    assert not store._leaving  # no write will come before the next forward
+
+
+def test_devices_do_not_share_a_chunk(device):
+    # Each has a copy stream of its own: a stretch that one frees may still be read by its copy on the way back.
+    store = SlowMemory(device)
+    here = store.write(torch.ones(8))
+    freed = here.host.data_ptr()
+    del here
+    there = store.write(torch.ones(8, device="meta"))
+    again = store.write(torch.ones(8))
+    assert again.host.data_ptr() == freed != there.host.data_ptr()
+    assert len(store._chunks) == 2
+
+
 def test_a_prefetch_is_read_without_a_second_copy(device):
     store = SlowMemory(device)
     written = store.write(torch.arange(5))
@@ -395,11 +415,11 @@ def test_chunks_grow_to_their_limit_and_are_used_again(device, monkeypatch):
     store = SlowMemory(device, chunk=16_384)
     for _ in range(3):
         slots = [store.write(torch.zeros(1000)) for _ in range(10)]
-        sizes = [memory.nbytes for _, memory in store._chunks]
+        sizes = [memory.nbytes for *_, memory in store._chunks]
         assert sizes == [4096, 4096, 8192, 16_384, 16_384]
         del slots
     big = store.write(torch.zeros(10_000))
-    assert store._chunks[-1][1].nbytes == 40_448
+    assert store._chunks[-1][-1].nbytes == 40_448
     assert store.pinned_bytes == sum(sizes) + 40_448
     del big
 
