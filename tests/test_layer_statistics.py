@@ -202,6 +202,15 @@ def test_the_history_of_a_long_run_keeps_its_size_and_loses_no_count():
     assert figures.history.shape[0] <= MAX_ROWS
     assert figures.history.sum() == calls
     assert figures.calls == calls
+    assert figures.history.sum(1).tolist() == [8] * 320 + [3]  # every row stands for equally many calls
+
+
+def test_small_tensors_wait_to_be_counted_but_not_for_ever():
+    running = Running(0, (-1.0, 1.0))
+    for _ in range(300):
+        running.add(torch.ones(100))
+        assert sum(part.numel() for part in running._staged) < STAGED + 100
+    assert running.read().count == 30_000
 
 
 def test_without_bins_there_is_no_histogram():
@@ -364,6 +373,23 @@ def test_a_forward_that_fails_leaves_the_figures_and_no_hook(model):
 
 
 # ---- the table, and what is refused ----
+
+
+def test_it_is_a_mapping_of_the_layers_that_were_called(model):
+    with layer_statistics(model, "0", "2") as stats:
+        assert (len(stats), list(stats), "0" in stats) == (0, [], False)
+        model[0](torch.ones(4))
+        assert (len(stats), list(stats), "0" in stats, "2" in stats, "1" in stats) == (
+            1,
+            ["0"],
+            True,
+            False,
+            False,
+        )
+        assert dict(stats)["0"].calls == 1
+        assert repr(stats) == "LayerStatistics(calls of 0: 1, 2: 0)"
+        with pytest.raises(KeyError, match="'weight' was not asked for; asked for: 0, 2"):
+            stats["weight"]
 
 
 def test_the_table_has_a_line_for_each_layer_also_for_one_that_was_never_called():
