@@ -40,13 +40,17 @@ def table() -> str:
     ]
     for entry in sorted(entries(), key=lambda entry: [int(part) for part in re.findall(r"\d+", entry["id"])]):
         ids = [entry["id"], *([entry["also"]] if "also" in entry else [])]
-        cells = {cell.id: None for source in ids for _, cell in covered.get(source, [])}
         stem = entry["notebook"]
+        cells = [
+            f"`{cell.id}`" if home == stem else f"`{cell.id}` ([{home}]({home}.ipynb))"
+            for source in ids
+            for home, cell in covered.get(source, [])
+        ]
         exists = (notebook_form.NOTEBOOKS / f"{stem}.ipynb").exists()
         notebook = f"[{stem}]({stem}.ipynb)" if exists else stem
         topic = entry["topic"].replace("|", "\\|")
         lines.append(
-            f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(f'`{cell}`' for cell in cells) or '—'} |"
+            f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(dict.fromkeys(cells)) or '—'} |"
         )
     return HEAD + "\n".join(lines) + "\n"
 

@@ -428,9 +428,9 @@ def _examine_quiet(layer, x):
     if in_no_grad.requires_grad or when_frozen.requires_grad:
         refuse(
             "switched_on",
-            zh="输出原本不需要梯度（在 `no_grad` 之内，或者参数冻结），现在却需要了：后面接原地操作会报错。只问，不要改。",
-            en="The output required no gradient (in `no_grad`, or with frozen parameters) and does now: an in-place operation behind "
-            "it raises. Ask, do not switch on.",
+            zh="输出原本不需要梯度（在 `no_grad` 之内，或者参数冻结），现在却需要了：在 `no_grad` 之外，后面接原地操作会报错。只问，不要改。",
+            en="The output required no gradient (in `no_grad`, or with frozen parameters) and does now: outside `no_grad` an "
+            "in-place operation behind it raises. Ask, do not switch on.",
         )
 
 
