@@ -12,6 +12,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id as graph_task
 from torch.compiler import is_compiling
 
+from hooklab import _refuse
 from hooklab._installed import Installed
 from hooklab._packing import outer_hooks
 from hooklab._select import groups, uncompiled
@@ -77,6 +78,23 @@ class Features(Installed, Mapping[str, Any]):
             self.remove()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was kept, without the model; in place of its version each says whether it is as it was."""
+
+        def fresh(*records: tuple) -> list[tuple]:
+            return [(*record, _versions(record[-1]) == versions) for *record, versions in records]
+
+        alone = {name: fresh(*calls) for name, calls in self._alone.items()}
+        state = {**super().__getstate__(), "_log": fresh(*self._log), "_alone": alone, "_sorted": NOTHING}
+        return {**state, "_model": None, "_keep": None, "_groups": [], "_running": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        def numbered(records: list[tuple]) -> Iterator[tuple]:
+            return ((*record, _versions(record[-1]) if fresh else "edited") for *record, fresh in records)
+
+        alone = {name: list(numbered(calls)) for name, calls in state["_alone"].items()}
+        vars(self).update(state, _log=deque(numbered(state["_log"])), _alone=alone)
+
     @property
     def calls(self) -> Mapping[str, list[Any]]:
         return Calls(self)
@@ -129,7 +147,7 @@ class Features(Installed, Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        counts = (f"{name}: {len(self._calls_of(name))}" for name in self._first)
+        counts = (f"{name or repr(name)}: {len(self._calls_of(name))}" for name in self._first)
         return f"Features(outputs of {', '.join(counts)})"
 
     # ---- the hooks ----
@@ -256,7 +274,7 @@ class Features(Installed, Mapping[str, Any]):
             return calls
         if name not in self._first:
             close = get_close_matches(str(name), self._first) or list(self._first)[:5]
-            raise KeyError(f"features: {name!r} was not asked for; asked for: {', '.join(close)}")
+            raise KeyError(f"features: {name!r} was not asked for; asked for: {_refuse.listed(close)}")
         if not self._forwards:
             raise KeyError(
                 f"features: no output of {name!r} yet; run the model inside the block "

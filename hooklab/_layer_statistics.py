@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 
+from hooklab import _refuse
 from hooklab._features import NO_BACKWARD, graph_task, recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups
@@ -45,10 +46,12 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     def __getitem__(self, name: str) -> Statistics:
         if name not in self._running:
             close = get_close_matches(str(name), self._running) or list(self._running)[:5]
-            raise KeyError(f"layer_statistics: {name!r} was not asked for; asked for: {', '.join(close)}")
+            raise KeyError(
+                f"layer_statistics: {name!r} was not asked for; asked for: {_refuse.listed(close)}"
+            )
         if not self._running[name].calls:
             missing = "output" if self.of == "output" else "gradient"
-            todo = "run the model inside the block"
+            todo = "run the model inside the block; looked for are tensors, also in tuples, lists, dicts and dataclasses"
             if self.of != "output":
                 todo = (
                     "run the model and backward() inside the block (a view that the next layer edits in place, as after "
@@ -70,7 +73,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        calls = (f"{name}: {running.calls}" for name, running in self._running.items())
+        calls = (f"{name or repr(name)}: {running.calls}" for name, running in self._running.items())
         return f"LayerStatistics(calls of {', '.join(calls)})"
 
     # ---- the hooks ----
@@ -124,4 +127,11 @@ def _hung_already(hook: Callable, tensor: Tensor, args: tuple) -> bool:
 def _row(name: str, figures: Statistics) -> tuple[str, ...]:
     numbers = (figures.mean, figures.std, figures.min, figures.max)
     zeros = "-" if math.isnan(figures.zeros) else f"{figures.zeros:.1%}"
-    return (name, str(figures.calls), *map(short, numbers), zeros, str(figures.nans), str(figures.infs))
+    return (
+        name or "''",
+        str(figures.calls),
+        *map(short, numbers),
+        zeros,
+        str(figures.nans),
+        str(figures.infs),
+    )

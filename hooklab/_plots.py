@@ -98,7 +98,8 @@ def shown_maps(tensor: Tensor) -> Tensor:
     while tensor.dim() > 3:
         tensor = tensor[0]
     tensor = tensor.detach()[None] if tensor.dim() == 2 else tensor.detach()
-    return tensor[:MAPS].to("cpu", torch.float32)
+    maps = tensor[:MAPS].cpu()
+    return (maps.abs() if maps.is_complex() else maps).double()
 
 
 def feature_maps(maps: Tensor) -> str:

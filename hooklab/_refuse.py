@@ -1,6 +1,7 @@
 """Errors for bad input that several modules share: what was found, what was expected, what to do next."""
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 import torch
@@ -10,6 +11,7 @@ __all__ = [
     "bounds",
     "count",
     "interval",
+    "listed",
     "no_choice",
     "no_module",
     "not_callable",
@@ -17,6 +19,11 @@ __all__ = [
     "unhookable",
     "within",
 ]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as one would type them: `'0'` is no number, and `''` is the model itself."""
+    return ", ".join(repr(name) if name else "'' (the model itself)" for name in names)
 
 
 def unhookable(function: str, name: str, tensor: object) -> None:
@@ -30,6 +37,11 @@ def unhookable(function: str, name: str, tensor: object) -> None:
         raise TypeError(f"{function}({name}=...): expected a tensor, found {type(tensor).__name__}{hint}")
     if tensor.requires_grad:
         return
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f"{function}({name}=...): this tensor holds {tensor.dtype}, and only floating-point and complex tensors "
+            "have gradients; take one that it was computed from"
+        )
     if isinstance(tensor, nn.Parameter):
         raise ValueError(
             f"{function}({name}=...): this parameter is frozen (requires_grad=False), so no gradient will reach it; "
@@ -46,8 +58,13 @@ def number(function: str, name: str, value: object) -> float:
     """`value` as a float, refused unless it is a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         hint = ""
-        if isinstance(value, Tensor):  # perhaps what a hook is given, and the maker itself was registered
-            hint = f"; give a plain number, and register {function}(...), not {function} itself"
+        if isinstance(value, Tensor):
+            hint = "; give a plain number: .item() of a tensor with one entry"
+            if function in (
+                "scale",
+                "clip",
+            ):  # perhaps what a hook is given, and the maker itself was registered
+                hint = f"; give a plain number, and register {function}(...), not {function} itself"
         raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")
     try:
         return float(value)

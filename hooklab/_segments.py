@@ -208,6 +208,10 @@ class Segments:
             module.__class__ = module._hooklab_kind
 
     def __enter__(self) -> "Segments":
+        if not self._switched:
+            raise RuntimeError(
+                "checkpoint_segments: its Sequentials have been switched back; call checkpoint_segments again"
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
@@ -215,13 +219,13 @@ class Segments:
         self.remove()
         if idle and kind is None:
             warnings.warn(
-                f"checkpoint_segments: never called: {', '.join(idle)}; was the model run inside the block, and does "
+                f"checkpoint_segments: never called: {_refuse.listed(idle)}; was the model run inside the block, and does "
                 "it call these layers as a whole?",
                 stacklevel=2,
             )
 
     def __repr__(self) -> str:
-        parts = (f"{name}: {module._hooklab_blocks}" for name, module in self._switched.items())
+        parts = (f"{name or repr(name)}: {module._hooklab_blocks}" for name, module in self._switched.items())
         return f"Segments({', '.join(parts) or 'removed'})"
 
 
@@ -250,8 +254,9 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
     """The Sequential of this name, refused unless it runs its blocks one after the other."""
     if name not in modules:
         sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
-        close = get_close_matches(str(name), modules) or sequentials[:5] or ["no Sequential in this model"]
-        raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {', '.join(close)}")
+        close = get_close_matches(str(name), modules) or sequentials[:5]
+        shown = _refuse.listed(close) or "no Sequential in this model"
+        raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
     module = modules[name]
     if isinstance(module, Segmented):
         raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")

@@ -106,6 +106,8 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
             hint = f"; here its name is {own[0]}" if own else "; it is not part of this model"
         elif isinstance(pattern, type):
             found, hint = f"the class {pattern.__name__}", ", which is no nn.Module"
+        elif isinstance(pattern, int | float) or callable(pattern):
+            hint = "; what is no layer is given by name, such as keep=, depth= or bins="
         raise TypeError(f"{function}: expected names, patterns or Module classes, found {found}{hint}")
 
 

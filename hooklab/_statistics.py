@@ -2,7 +2,8 @@
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Statistics:
     histogram: list[int] | None = None
     below: int = 0
     above: int = 0
-    history: Tensor | None = None
+    history: Tensor | None = field(default=None, compare=False)
     range: tuple[float, float] | None = None
 
 
@@ -86,6 +87,12 @@ class Running:
         self._pending: list[Tensor] = []
         self._rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
         self._calls_per_row, self._row_calls = 1, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def add(self, tensor: Tensor, unwrapped: bool = False) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""

@@ -50,6 +50,10 @@ class Verbose(Installed):
             self.remove()
             raise
 
+    def __reduce__(self) -> Any:
+        """Nothing is recorded here: what is pickled is an object whose hooks are removed."""
+        return Installed, ()
+
     def _hang(self, module: nn.Module, label: str | None) -> None:
         self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
         after = module.register_forward_hook(self._end(label), with_kwargs=True, always_call=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd.graph import Node
 
 from hooklab import _plots, _timeline
@@ -60,7 +60,8 @@ def graph(
 
     Args:
         t: the result of a computation, any shape; not a leaf.
-        params: names for leaves, for example `{"w": w}` or `model.named_parameters()`.
+        params: names for leaves and for `t` itself, for example `{"w": w}` or `model.named_parameters()` (not
+            `state_dict()`, whose tensors are others).
         saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
             blue on a line without an arrow. Gone once `backward()` has run; the rest can still be drawn then. Reading
             them unpacks them: a part under `torch.utils.checkpoint(use_reentrant=False)` is computed again, several
@@ -135,7 +136,7 @@ def timeline(trace: Trace) -> Picture:
 
 
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
-    """How large the gradient is in each layer, from the first layer (top) to the last: does it vanish or explode?
+    """How large the gradient is in each layer, from top to bottom in the order of `stats`: does it vanish or explode?
 
     The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale.
 
@@ -222,14 +223,14 @@ def feature_maps(tensor: Tensor) -> Picture:
 
     Args:
         tensor: (height, width), (channels, height, width) or (images, channels, height, width); of several images
-            the first is shown, of more than 64 channels the first 64.
+            the first is shown, of more than 64 channels the first 64, of complex numbers their absolute values.
 
     Returns:
         A `Picture`. `.facts` say what is shown, how many maps are the same everywhere, and the range of values.
 
     Raises:
         TypeError: `tensor` is not a tensor.
-        ValueError: it has no height and width, or no entries.
+        ValueError: it has no height and width, no entries, or no values to show: on the meta device, sparse, nested.
 
     Example:
         >>> import torch
@@ -242,6 +243,11 @@ def feature_maps(tensor: Tensor) -> Picture:
         raise ValueError(
             f"feature_maps: expected (channels, height, width) or a batch of it, found shape {tuple(tensor.shape)}; "
             "choose a layer whose output is an image"
+        )
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not strided:
+        raise ValueError(
+            f"feature_maps: found a tensor without values that can be shown ({tensor.device}, {tensor.layout}); give an "
+            "ordinary one, such as tensor.to_dense()"
         )
     maps, channels = _plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
     flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
@@ -310,7 +316,7 @@ def _counted(function: str, stats: object) -> dict[str, Statistics]:
         raise TypeError(
             f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}"
         )
-    counted = dict(stats)
+    counted = {name or "''": figures for name, figures in stats.items()}  # '' is the model itself
     if not any(figures.count for figures in counted.values()):
         raise ValueError(
             f"{function}: nothing has been counted yet; run the model inside the block of the statistics"
@@ -342,6 +348,11 @@ def _checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
             f'graph: params should name tensors, as {{"w": w}} or model.named_parameters(); found {type(params).__name__}'
         ) from None
     for name, tensor in names.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f'graph: params should name tensors, as {{"w": w}} or model.named_parameters(); found a name of type '
+                f"{type(name).__name__}"
+            )
         if not isinstance(tensor, Tensor):
             raise TypeError(f"graph: params[{name!r}] should be a tensor, found {type(tensor).__name__}")
         if tensor.grad_fn is not None and tensor is not t:

@@ -74,8 +74,11 @@ def verbose(
         on the model itself later.
 
     Raises:
-        KeyError, TypeError, ValueError: as `select`; `depth` is no whole number, or negative; `write` cannot
-            be called. No hook is installed then.
+        KeyError, TypeError, ValueError: as `select`; a layer that has no forward; `depth` is no whole number, or
+            negative; `write` cannot be called. No hook is installed then.
+        RuntimeError: entered again after its hooks were removed.
+
+    A model that is compiled already may ignore hooks; a warning says so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -125,7 +128,10 @@ def features(
         TypeError: `model` is no module, a pattern is no name or class, or `keep` cannot be called.
         ValueError: no pattern, or a layer that has no forward.
         RuntimeError: on reading a feature that a later layer has overwritten in place; found through
-            the version counter, which inference tensors lack: they are not checked.
+            the version counter, which inference tensors lack: they are not checked. Also when entered again
+            after its hooks were removed.
+
+    A model that is compiled already may ignore hooks; a warning says so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -224,14 +230,18 @@ def layer_statistics(
         A read-only mapping. `s["layer4"]` has `.calls`, `.count`, `.mean`, `.std`, `.min`, `.max`, `.zeros`
         (the share of exact zeros), `.nans`, `.infs`, and with bins `.histogram`, `.below`, `.above` and
         `.history` (calls, bins). Mean, std, min and max are those of the finite entries, as
-        torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of nested outputs every
-        tensor is counted, of complex ones the absolute value; meta and fake tensors have no figures but `.calls` and
-        `.count`. Recomputation under checkpointing is not counted.
+        torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of tuples,
+        lists, dicts and dataclasses every tensor is counted, of other objects nothing, of complex tensors the
+        absolute value; meta and fake tensors have no figures but `.calls` and `.count`. Recomputation under
+        checkpointing is not counted.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or nothing counted yet.
         TypeError: `model` is no module, a pattern is no name or class, `bins` or `range` hold no numbers.
         ValueError: no pattern, a layer without a forward, `of` misspelt, negative `bins`, an empty `range`.
+        RuntimeError: entered again after its hooks were removed.
+
+    A model that is compiled already may ignore hooks; a warning says so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -257,7 +267,8 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
 
     Args:
         model: the module whose parameters are hooked.
-        min: the lower bound, or None for none.
+        min: the lower bound, or None for none. One number alone is this one: for ±1 write
+            `clip_gradients(model, -1, 1)`.
         max: the upper bound, or None for none.
 
     Returns:
@@ -268,6 +279,7 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
         TypeError: `model` is no module, a bound is no real number, or both are missing.
         ValueError: `min` > `max`, a bound is NaN, no parameter requires a gradient, or one is complex, not made
             yet (`nn.LazyLinear`) or sharded.
+        RuntimeError: entered again after its hooks were removed.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -286,7 +298,7 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
     def clip_hook(grad: Tensor | None) -> Tensor | None:
         return None if grad is None else grad.clamp(**_refuse.within(bounds, grad.dtype))
 
-    clipped = Installed()
+    clipped = ClipGradients()
     try:
         for param in params:
             clipped._handles.append(param.register_hook(clip_hook))
@@ -294,6 +306,10 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
         clipped.remove()
         raise
     return clipped
+
+
+class ClipGradients(Installed):
+    """Hooks that clip: what `clip_gradients` returns."""
 
 
 def _clippable(model: nn.Module) -> list[nn.Parameter]:

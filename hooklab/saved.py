@@ -36,7 +36,7 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: in backward, if a saved tensor was edited in place, as without it.
+        RuntimeError: on entry, if this block is open already; in backward, if a saved tensor was edited in place, as without it.
 
     Example:
         >>> a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -62,8 +62,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
 
     Args:
         model: any module.
-        plan: blocks per segment by the name of a Sequential, `{"layer1": 1, "layer2": 2}`. Small segments save
-            less memory, and hold less while they are computed again.
+        plan: blocks per segment by the name of a Sequential, `{"layer1": 1, "layer2": 2}`; `""` is the model
+            itself. Small segments save less memory, and hold less while they are computed again.
 
     Returns:
         A handle with `.remove()`.
@@ -71,11 +71,12 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     Raises:
         KeyError: the model has no such layer; the message gives the closest names.
         TypeError: a layer is no Sequential, or one with a forward of its own; a number is none.
-        ValueError: a number is below 1, `plan` is empty, or a Sequential is checkpointed already. Nothing has
-            been changed then.
-        RuntimeError: in forward, if a segment edits its input in place (where its first block has `inplace=True`
-            itself, the input is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers,
-            was edited in between.
+        ValueError: a number is below 1, `plan` is empty or names one layer twice, or a Sequential is checkpointed
+            already. Nothing has been changed then.
+        NotImplementedError: in forward, inside `torch.compile(fullgraph=True)`.
+        RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place (where
+            its first block has `inplace=True` itself, the input is copied instead); in backward, if a parameter, or
+            a buffer of more than 4,096 numbers, was edited in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
@@ -104,8 +105,9 @@ class Offload:
         model: its parameters and buffers stay where they are, views of them too: they live anyway. Without it,
             only parameters themselves (and views of them) are recognised.
         to: `"cpu"`: pinned memory, for tensors on a CUDA device; without one, everything passes through and
-            counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files. Or a store of your
-            own: `write(tensor) -> slot` and `read(slot) -> tensor`, both 1-D.
+            counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files;
+            `hooklab.stores.Disk(folder)` for another place. Or a store of your own: `write(tensor) -> slot` and
+            `read(slot) -> tensor`, both 1-D.
         keep: bytes that may stay: the newest, which backward wants first.
         prefetch: bytes that may be read ahead in backward, where the store can, and as many that wait to be used
             again; of each at least one tensor. 0: nothing is read ahead.
@@ -119,8 +121,12 @@ class Offload:
 
     Raises:
         TypeError, ValueError: an argument is not as above.
+        OSError: in the block, if the disk is full; see `hooklab.stores.Disk`.
+        TypeError: in backward, if a store gives back another dtype or number of entries than it was given.
         RuntimeError: on entry, if another `Offload` of this model is open; in backward, if a saved tensor was
             edited in place, as without `Offload`.
+
+    If nothing was saved in a block with grad on, a warning says so.
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
     One memory that is saved in two shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.

@@ -117,7 +117,10 @@ class Disk:
         return not tensor.is_meta
 
     def write(self, tensor: Tensor) -> Slot:
-        """Copy a tensor to the disk. Any shape, dtype and device; what is read back is flat."""
+        """Copy a tensor to the disk. Any shape, strides, dtype and device; what is read back is flat.
+
+        It has to be an ordinary tensor: not sparse, nested, quantized, or on the meta device.
+        """
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).cpu()
         with self._lock:
             slot = Slot(self._row, self._row.take(flat.nbytes), flat)
@@ -174,7 +177,7 @@ class Disk:
         free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
         return (
             f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
-            "on another disk: Offload(model, to=Disk(folder))"
+            "on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
         )
 
 

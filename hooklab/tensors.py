@@ -48,7 +48,7 @@ class Watch(Installed, Mapping[str, Tensor]):
                 f"no gradient has arrived at {name!r} yet; run backward() on a result that uses it"
             )
         close = get_close_matches(str(name), self.history) or list(self.history)
-        raise KeyError(f"{name!r} is not watched; watched: {', '.join(close)}")
+        raise KeyError(f"{name!r} is not watched; watched: {_refuse.listed(close)}")
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, gradients in self.history.items() if gradients)
@@ -82,6 +82,7 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     Raises:
         TypeError: nothing was given, a tensor without a name, or something that is not a tensor.
         ValueError: a tensor that requires no gradient. No hook is installed then.
+        RuntimeError: entered again after its hooks were removed.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -138,7 +139,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     """A hook that moves every entry of the gradient into [min, max].
 
     Args:
-        min: the lower bound, or None for none.
+        min: the lower bound, or None for none. One number alone is this one: for ±1 write `clip(-1, 1)`.
         max: the upper bound, or None for none.
 
     Returns:
@@ -167,7 +168,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
 
 
 def zero() -> Hook:
-    """A hook that replaces the gradient by zeros, also where it was NaN or infinite.
+    """A hook that replaces the gradient by zeros, also where it was NaN or infinite. Register `zero()`, not `zero`.
 
     Returns:
         A function for `Tensor.register_hook`. It returns a new tensor with the shape, dtype and

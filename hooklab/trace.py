@@ -92,6 +92,10 @@ class Trace:
         self._held.clear()
 
     def __enter__(self) -> "Trace":
+        if self._removed:
+            raise RuntimeError(
+                "trace: its hooks have been removed, and do not come back; call trace again for new ones"
+            )
         # Both belong to the current thread and to a stack, so they are opened here and not by the call.
         try:
             self._contexts.enter_context(installed(*self._packing()))
@@ -110,7 +114,7 @@ class Trace:
         self.remove()
 
     def __repr__(self) -> str:
-        counts = Counter(event.phase for event, _ in self._recorded)
+        counts = Counter(event.phase for event in self.events)
         return f"Trace({', '.join(f'{count} events in {phase}' for phase, count in counts.items()) or 'no event yet'})"
 
     # ---- hanging ----
@@ -310,6 +314,7 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     Raises:
         TypeError: `model` is no module, a tensor has no name or is none, or nothing was given.
         ValueError: a tensor requires no gradient. No hook is installed then.
+        RuntimeError: entered again after its hooks were removed.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -322,7 +327,11 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     Source: [the order of hooks](https://docs.pytorch.org/docs/stable/notes/autograd.html#backward-hooks-execution).
     """
     if unnamed or isinstance(model, Tensor):
-        raise TypeError("trace: found a tensor without a name; name it: trace(y=y) or trace(model, y=y)")
+        nameless = model if isinstance(model, Tensor) else unnamed[0]
+        raise TypeError(
+            f"trace: found a {type(nameless).__name__} without a name; it takes a model, and tensors by name: "
+            "trace(y=y) or trace(model, y=y)"
+        )
     if model is None and not tensors:
         raise TypeError("trace() was given nothing to trace; give a model, or name tensors: trace(y=y)")
     if model is not None and not isinstance(model, nn.Module):

@@ -314,8 +314,9 @@ def test_with_fullgraph_it_is_refused_in_words():
 @pytest.mark.parametrize(
     ("plan", "error", "message"),
     [
-        ({"bodi": 1}, KeyError, "no layer is called 'bodi'; close: body"),
-        ({"xyz": 1}, KeyError, "close: body"),
+        ({"bodi": 1}, KeyError, "no layer is called 'bodi'; close: 'body'"),
+        ({"xyz": 1}, KeyError, "close: 'body'"),
+        ({0: 1}, KeyError, "no layer is called 0; close: 'body'"),
         ({"stem": 1}, TypeError, "'stem' should be a Sequential.*found Linear"),
         ({"": 1}, TypeError, "should be a Sequential.*found Net"),
         ({"body": 0}, ValueError, r"plan\['body'\]=0\): expected 1 or more"),
@@ -370,7 +371,7 @@ def test_something_that_is_no_model_is_refused():
 def test_a_layer_that_is_never_called_is_announced():
     model = net()
     with (
-        pytest.warns(UserWarning, match="never called: head"),
+        pytest.warns(UserWarning, match="never called: 'head';"),
         checkpoint_segments(model, {"body": 1, "head": 1}),
     ):
         model.body(torch.randn(8, 6))

@@ -103,6 +103,7 @@ def test_nested_blocks_both_clip_and_removing_twice_is_harmless(model):
         ((), TypeError, "clip_gradients was given no bound; give min, max or both"),
         ((1, -1), ValueError, r"min=1, max=-1\): min is above max; did you mean min=-1, max=1\?"),
         ((math.nan,), ValueError, "NaN bound"),
+        ((torch.tensor(1.0),), TypeError, r"found Tensor; give a plain number: .item\(\)"),
         (("0.1",), TypeError, r"clip_gradients\(min=...\): expected a number, found str"),
     ],
 )

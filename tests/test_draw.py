@@ -188,7 +188,17 @@ def test_graph_refuses_a_name_for_something_that_is_no_tensor():
 
 
 @pytest.mark.parametrize(
-    "params", [[torch.ones(1)], torch.ones(3), 5, torch.nn.Linear(1, 1), [torch.ones(1, 2)]]
+    "params",
+    [
+        [torch.ones(1)],
+        torch.ones(3),
+        5,
+        torch.nn.Linear(1, 1),
+        [torch.ones(1, 2)],
+        [torch.ones(2, 3)],
+        {1: torch.ones(1)},
+        enumerate([torch.ones(1)]),
+    ],
 )
 def test_graph_refuses_params_that_name_nothing(params):
     with pytest.raises(TypeError, match=r"params should name tensors, as \{\"w\": w\}|should be a tensor"):

@@ -1,5 +1,6 @@
 """features: the outputs of layers, and nothing but them."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -16,11 +17,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import (
+    checkpoint_segments,
     clip_gradients,
     features,
     hooks_on,
     layer_statistics,
     no_leftovers,
+    trace,
     verbose,
     watch,
     with_grad,
@@ -505,7 +508,7 @@ def test_reading_before_the_forward_says_what_to_do(model):
 def test_an_unknown_name_is_refused_with_the_names_asked_for(model, x):
     with features(model, "1", "2") as f:
         model(x)
-        with pytest.raises(KeyError, match="'3' was not asked for; asked for: 1, 2"):
+        with pytest.raises(KeyError, match="'3' was not asked for; asked for: '1', '2'"):
             f["3"]
 
 
@@ -806,7 +809,42 @@ def test_after_the_block_a_copy_made_inside_reports_no_more(model, x):
     assert len(lines) == written
 
 
-@pytest.mark.parametrize("tool", ["features", "verbose", "layer_statistics", "clip_gradients", "watch"])
+@pytest.mark.parametrize(
+    "keep", [torch.Tensor.detach, lambda tensor: [tensor.detach()]], ids=["tensor", "list"]
+)
+def test_what_was_kept_can_be_pickled_and_an_overwritten_one_stays_refused(x, keep):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(inplace=True))
+    model.seen = features(model, "0", "1", "2", keep=keep)
+    with model.seen as f:
+        model(x)
+        model[1](x)
+    again = pickle.loads(pickle.dumps(model)).seen
+    for name in ("0", "1"):
+        assert torch.equal(*(torch.as_tensor(one[name][0]) for one in (f, again)))
+        assert len(again.calls[name]) == len(f.calls[name])
+    for one in (f, again):
+        with pytest.raises(RuntimeError, match="the output of '2' has been overwritten in place"):
+            one["2"]
+    with pytest.raises(RuntimeError, match="the hooks have been removed"):
+        again.run(x)
+    assert "weight" not in str(vars(pickle.loads(pickle.dumps(f))))  # the model is not part of it
+
+
+def test_lines_and_figures_in_a_model_do_not_keep_it_from_being_pickled(model, x):
+    model.lines, model.figures = verbose(model, write=lambda line: None), layer_statistics(model, "1", bins=3)
+    with model.lines, model.figures:
+        model(x)
+    again = pickle.loads(pickle.dumps(model))
+    assert again.figures["1"] == model.figures["1"]
+    assert torch.equal(again.figures["1"].history, model.figures["1"].history)
+    assert again.figures.table() == model.figures.table()
+    again.lines.remove()
+
+
+TOOLS = ["features", "verbose", "layer_statistics", "clip_gradients", "watch", "trace", "checkpoint_segments"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_what_has_been_removed_is_not_entered_again(model, tool):
     used = {
         "features": lambda: features(model, "1"),
@@ -814,10 +852,17 @@ def test_what_has_been_removed_is_not_entered_again(model, tool):
         "layer_statistics": lambda: layer_statistics(model, "1"),
         "clip_gradients": lambda: clip_gradients(model, -1, 1),
         "watch": lambda: watch(x=torch.ones(2, requires_grad=True)),
+        "trace": lambda: trace(model),
+        "checkpoint_segments": lambda: checkpoint_segments(nn.Sequential(model), {"": 1}),
     }[tool]()
-    with used:
-        pass
-    with pytest.raises(RuntimeError, match="its hooks have been removed, and do not come back"), used:
+    with contextlib.suppress(OSError), used:
+        raise OSError
+    with (
+        pytest.raises(
+            RuntimeError, match=r"(?i)" + tool.replace("_", "_?") + ".*(removed|switched back).*again"
+        ),
+        used,
+    ):
         pass
 
 

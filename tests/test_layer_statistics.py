@@ -388,7 +388,7 @@ def test_it_is_a_mapping_of_the_layers_that_were_called(model):
         )
         assert dict(stats)["0"].calls == 1
         assert repr(stats) == "LayerStatistics(calls of 0: 1, 2: 0)"
-        with pytest.raises(KeyError, match="'weight' was not asked for; asked for: 0, 2"):
+        with pytest.raises(KeyError, match="'weight' was not asked for; asked for: '0', '2'"):
             stats["weight"]
 
 
@@ -414,6 +414,7 @@ def test_the_table_has_a_line_for_each_layer_also_for_one_that_was_never_called(
         ({"range": (5, -5)}, ValueError, r"range=\(5, -5\)\): this range is empty"),
         ({"range": (0, math.inf)}, ValueError, "not finite"),
         ({"range": 10}, TypeError, r"range=10\): expected two numbers"),
+        ({"range": (torch.tensor(0.0), 1)}, TypeError, "found Tensor; give a plain number: .item()"),
         ({"range": ("a", 1)}, TypeError, "expected a number, found str"),
         ({"of": "grad_input"}, ValueError, r"of='grad_input'\): expected 'output' or 'grad_output'"),
     ],
@@ -428,7 +429,7 @@ def test_reading_before_the_forward_and_an_unknown_name_are_refused(model):
     with layer_statistics(model, "0", "1") as stats:
         with pytest.raises(KeyError, match="no output of '0' yet; run the model inside the block"):
             stats["0"]
-        with pytest.raises(KeyError, match="'3' was not asked for; asked for: 0, 1"):
+        with pytest.raises(KeyError, match="'3' was not asked for; asked for: '0', '1'"):
             stats["3"]
         assert repr(stats) == "LayerStatistics(calls of 0: 0, 1: 0)"
 

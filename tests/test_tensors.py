@@ -168,7 +168,7 @@ def test_watch_says_that_no_gradient_has_arrived_yet(x):
 
 def test_watch_names_the_closest_when_a_name_is_unknown(x):
     log = watch(logits=x, hidden=x)
-    with pytest.raises(KeyError, match="'logit' is not watched; watched: logits"):
+    with pytest.raises(KeyError, match="'logit' is not watched; watched: 'logits'"):
         log["logit"]
 
 

@@ -447,8 +447,10 @@ def test_a_trace_shows_its_counts():
     ("call", "error", "words"),
     [
         (lambda: trace(), TypeError, r"nothing to trace.*trace\(y=y\)"),
-        (lambda: trace(torch.ones(1)), TypeError, "a tensor without a name"),
-        (lambda: trace(nn.Linear(1, 1), torch.ones(1)), TypeError, "a tensor without a name"),
+        (lambda: trace(torch.ones(1)), TypeError, "a Tensor without a name"),
+        (lambda: trace(nn.Linear(1, 1), torch.ones(1)), TypeError, "a Tensor without a name"),
+        (lambda: trace(nn.Linear(1, 1), "weight"), TypeError, "a str without a name"),
+        (lambda: trace(root=torch.ones(1).long()), ValueError, "holds torch.int64, and only floating-point"),
         (lambda: trace("net"), TypeError, "expected a module, found str"),
         (lambda: trace(root=torch.ones(1)), ValueError, r"trace\(root=...\).*requires_grad=False"),
         (lambda: trace(y=[torch.ones(1)]), TypeError, "found list; give each tensor a name"),

@@ -248,7 +248,7 @@ def _find(wanted: str, kind: type) -> Any:
     if wanted in found:
         return found[wanted]
     close = get_close_matches(str(wanted), found, cutoff=0.3) or list(found)
-    raise KeyError(f"no {kind.__name__.lower()} has the id {wanted!r}; close: {', '.join(close)}")
+    raise KeyError(f"no {kind.__name__.lower()} has the id {wanted!r}; close: {', '.join(map(repr, close))}")
 
 
 def _all_checks() -> list[Exercise | Prediction]:
