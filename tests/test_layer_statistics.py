@@ -189,6 +189,8 @@ def test_the_histogram_is_that_of_torch_with_the_rest_counted_apart():
     assert figures.below + figures.above + sum(figures.histogram) == everything.numel()
     assert figures.history.tolist() == [torch.histc(tensor, 8, -2, 3).long().tolist() for tensor in tensors]
     assert figures.range == (-2.0, 3.0)
+    edges = figures_of([torch.tensor([-2.0, 3.0])], bins=2, range=(-2.0, 3.0))
+    assert (edges.below, edges.above, edges.histogram) == (0, 0, [1, 1])
 
 
 def test_infinities_fall_outside_and_nans_nowhere():

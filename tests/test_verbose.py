@@ -76,6 +76,19 @@ def test_nested_outputs_show_the_shape_of_each_tensor(name):
     assert line == f"0  Returns  {text}"
 
 
+def test_a_failed_layer_is_named_that_has_no_name_or_was_given_keywords():
+    model = Returns(lambda x: nn.Linear(3, 3)(x))  # made in the forward
+    lines = []
+    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
+        model(torch.ones(1, 2))
+    assert lines[-1].startswith("Linear  Linear  failed on [1, 2]: ")
+    model.mixed = nn.Bilinear(2, 2, 2)
+    model.build = lambda x: model.mixed(x, input2=torch.ones(1, 3))
+    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
+        model(torch.ones(1, 2))
+    assert lines[-1].startswith("mixed  Bilinear  failed on ([1, 2], {'input2': [1, 3]}): ")
+
+
 def test_nested_tensors_show_what_is_known_of_their_shape():
     ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
     assert lines_of(nn.Sequential(nn.ReLU()), ragged) == ["0  ReLU  [2, *, 3]"]
