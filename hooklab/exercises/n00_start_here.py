@@ -135,18 +135,23 @@ def _examine_run(got, calls, want, model, name, inside):
         )
 
 
+def _others(part):
+    return part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+
+
 def _examine_traces(answer, model, name, hung_everywhere):
     ours = (model, model.get_submodule(name))  # one hook of ours on each
     hooks = [len(part._forward_hooks) for part in ours]
     if (
         max(hooks) > 1
         or any(part._forward_hooks for part in model.children() if part not in ours)
+        or any(_others(part) for part in (model, *model.children()))
         or _global_forward_hooks != hung_everywhere
     ):
         refuse(
             "left_behind",
-            zh="函数返回以后，钩子还挂着，以后每次前向都会再触发。注册函数返回的句柄就是用来取下它的。",
-            en="The hook is still there after the function has returned, and fires in every later forward. The handle "
+            zh="函数返回以后，钩子还挂着，以后每一步都会再触发。注册函数返回的句柄就是用来取下它的。",
+            en="The hook is still there after the function has returned, and fires in every later step. The handle "
             "that the registration returns is there to take it off.",
         )
     if min(hooks) < 1:

@@ -44,8 +44,9 @@ def _examine_gradient(got, want, tensor, touched):
     if got is None and touched:
         refuse(
             "got_none",
-            zh="得到的是 `None`。`tensor` 不是叶子，反向传播之后它的 `.grad` 里什么也没有。",
-            en="Found `None`. `tensor` is not a leaf: after backward its `.grad` holds nothing.",
+            zh="得到的是 `None`。是不是忘了 `return`？或者返回的是中间张量的 `.grad`：它不是叶子，反向传播之后那里什么也没有。",
+            en="Found `None`. Is `return` missing? Or is it the `.grad` of a tensor in the middle? That is no leaf, and after "
+            "backward its `.grad` holds nothing.",
         )
     if got is None:
         refuse(
@@ -59,8 +60,8 @@ def _examine_gradient(got, want, tensor, touched):
     if touched or filled:
         refuse(
             "filled_grad",
-            zh="梯度拿到了，但有张量的 `.grad` 被写入或者清掉了；如果那是模型的参数，下一次 `optimizer.step()` 就不对了。有一个函数只算梯度，不碰 `.grad`。",
-            en="The gradient is there, but a `.grad` was filled or cleared as well; were it a parameter's, the next "
+            zh="有张量的 `.grad` 被写入或者清掉了；如果那是模型的参数，下一次 `optimizer.step()` 就不对了。有一个函数只算梯度，不碰 `.grad`。",
+            en="A `.grad` was filled or cleared; were it a parameter's, the next "
             "`optimizer.step()` would go wrong. There is a function that computes and leaves every `.grad` alone.",
         )
     if tensor._backward_hooks:
@@ -187,9 +188,9 @@ def _examine_copy(answer):
     if gradients[0].tolist() != [3.0, 4.0]:
         refuse(
             "not_a_copy",
-            zh="后面的钩子原地改了梯度，你记下的值也跟着变了：你存的不是副本，而是同一块内存。",
-            en="A later hook edited the gradient in place and your record changed with it: you kept the same memory, "
-            "not a copy.",
+            zh="后面的钩子原地改了梯度，你记下的值也跟着变了：要么记下的和往后流的是同一块内存（没有复制，或者把副本又 `return` 了），要么是在那个钩子之后才记的。",
+            en="A later hook edited the gradient in place and your record shows it: either what you keep and what flows on are "
+            "the same memory (no copy was made, or the hook did `return` the copy), or the note is taken after that hook.",
         )
 
 

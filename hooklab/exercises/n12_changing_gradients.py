@@ -283,9 +283,9 @@ def _examine_decayed(model, plain, found, strength, values):
     if all(torch.allclose(added[name], strength * values[name]) for name in added):
         refuse(
             "stale",
-            zh="参数更新之后，加上去的还是挂钩子那一刻的旧值。乘法是在钩子里面做的，还是在外面？",
+            zh="参数更新之后，加上去的还是挂钩子那一刻的旧值。参数的值是在钩子里面读的，还是在外面？",
             en="After the parameters were updated, what is added still comes from their values when the hook was hung. Is "
-            "the product computed inside the hook, or outside?",
+            "the parameter's value read inside the hook, or outside?",
         )
     if all(torch.allclose(share, want["child.bias"]) for share in added.values()):
         refuse(
@@ -490,7 +490,7 @@ def _examine_frozen(answer, factors, rows, weight_first):
             "changed at all? (`grad[rows].zero_()` edits a copy of these rows; and `weight.grad` is not yet written when the hook "
             "fires, changing it does nothing.)",
         )
-    _examine_rows(got, want, factors, rows)
+    _examine_rows(weight, got, want, factors, rows)
     if not torch.equal(neighbour.grad, factors):
         refuse(
             "edited_in_place",
@@ -520,7 +520,14 @@ def _examine_frozen(answer, factors, rows, weight_first):
         )
 
 
-def _examine_rows(got, want, factors, rows):
+def _examine_rows(weight, got, want, factors, rows):
+    if torch.equal(got, factors) and weight._post_accumulate_grad_hooks:
+        refuse(
+            "edited_copy",
+            zh="`weight` 上挂着累加后钩子，`weight.grad` 却和原来一样。改的是 `weight.grad` 本身吗？`.clone()` 和 `weight.grad[rows]` 给的都是副本。",
+            en="There is a post-accumulate-grad hook on `weight`, but `weight.grad` is what it was. Is it `weight.grad` itself "
+            "that is edited? `.clone()` and `weight.grad[rows]` give a copy.",
+        )
     if torch.equal(got, factors):
         refuse(
             "not_frozen",
@@ -614,6 +621,13 @@ def freeze_once(weight, rows):
     return weight.register_hook(lambda grad: first.setdefault("grad", grad * mask))
 
 
+def freeze_a_copy(weight, rows):
+    def hook(param):
+        param.grad[rows].zero_()
+
+    return weight.register_post_accumulate_grad_hook(hook)
+
+
 FREEZE_ROWS = Exercise(
     "12.C",
     examine_freeze_rows,
@@ -622,6 +636,7 @@ FREEZE_ROWS = Exercise(
         "edited_in_place": freeze_in_place,
         "first_only": freeze_once,
         "not_frozen": lambda weight, rows: weight[rows].register_hook(lambda grad: grad * 0),
+        "edited_copy": freeze_a_copy,
         "froze_everything": lambda weight, rows: weight.register_hook(lambda grad: grad * 0),
         "inverted": freeze_inverted,
         "changed_weights": freeze_by_zeroing,

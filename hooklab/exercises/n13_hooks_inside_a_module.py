@@ -53,7 +53,7 @@ def _examine_values(got, want):
             zh="函数返回了 `None`，下一层就没有输入了。",
             en="The function returned `None`: the next layer has no input.",
         )
-    if hasattr(got, "remove"):
+    if hasattr(got, "remove") and not isinstance(got, list | set):
         refuse(
             "returned_handle",
             zh="返回的是句柄，下一层要的是张量。",
@@ -146,9 +146,9 @@ def _examine_freed(answer):
     if any(tensor() is not None for tensor in tensors):
         refuse(
             "never_freed",
-            zh="用完之后张量没有释放：钩子里引用了 `x`，每次前向都多占一份内存（第 2 节）。钩子里只用传给它的 `grad`。",
-            en="The tensor is not freed after use: the hook refers to `x`, so every forward keeps more memory (section 2). "
-            "Use only the `grad` that the hook is given.",
+            zh="用完之后张量没有释放：还有东西引用着它，多半是钩子自己，每次前向都会多占一份内存（第 2 节）。钩子里只用传给它的 `grad`。",
+            en="The tensor is not freed after use: something still refers to it, most likely the hook itself, and every forward "
+            "keeps more memory (section 2). In the hook use only the `grad` that it is given.",
         )
 
 
@@ -274,6 +274,7 @@ def examine_hook_output(answer):
     (layer(second) * 3).sum().backward()
     _examine_calls(seen, layer)
     _examine_two_forwards(answer)
+    _examine_eval(answer)
     _examine_quiet(layer, first.detach())
     handle.remove()
     _examine_removed(layer, first.detach(), seen)
@@ -297,6 +298,13 @@ def _examine_handle(handle):
 
 
 def _examine_arguments(args):
+    if not isinstance(args[0], Tensor | nn.Module):
+        found = ", ".join(type(arg).__name__ for arg in args)
+        refuse(
+            "hook_on_node",
+            zh=f"`hook` 收到的是 `{found}`，不是一个梯度。它是张量钩子，只收一个张量；Node 的钩子收到的是元组。",
+            en=f"`hook` received `{found}`, not one gradient. It is a tensor hook and takes one tensor; hooks on a Node get tuples.",
+        )
     if len(args) != 1:
         refuse(
             "hook_on_module",
@@ -372,9 +380,9 @@ def _examine_calls(seen, layer):
     if any(grad.shape != (4, 2) or not torch.equal(grad, torch.full((4, 2), 3.0)) for grad in seen):
         refuse(
             "other_gradient",
-            zh=f"`hook` 收到的是另一个张量的梯度，形状为 `{list(seen[0].shape)}`；输出的形状是 `[4, 2]`。",
-            en=f"`hook` was given the gradient of some other tensor, of shape `{list(seen[0].shape)}`; the output has the shape "
-            "`[4, 2]`.",
+            zh=f"`hook` 收到的不是输出的梯度：形状是 `{list(seen[0].shape)}`，输出的形状是 `[4, 2]`。是别的张量的，还是改过、取了一部分的？",
+            en=f"`hook` was not given the gradient of the output: its shape is `{list(seen[0].shape)}`, the output has `[4, 2]`. Is "
+            "it that of another tensor, or was it changed or cut first?",
         )
     if not torch.allclose(layer.bias.grad, torch.full((2,), 24.0)):
         refuse(
@@ -403,6 +411,20 @@ def _examine_two_forwards(answer):
             "none_replaces",
             zh="`hook` 返回 `None` 时，梯度应当照旧；现在前面的参数收不到正确的梯度了。",
             en="Where `hook` returns `None` the gradient should stay as it was; now the parameters before do not get the right one.",
+        )
+
+
+def _examine_eval(answer):
+    layer, calls = nn.Linear(3, 2).eval(), []
+    handle = answer(layer, lambda grad: calls.append(1))
+    layer(torch.ones(1, 3)).sum().backward()
+    handle.remove()
+    if not calls:
+        refuse(
+            "only_in_training",
+            zh="`eval()` 之后做前向和反向，`hook` 一次也没有被调用。`eval()` 不关梯度，关掉它的是 `no_grad`（第 3 节）。",
+            en="After `eval()` forward and backward ran, and `hook` was never called. `eval()` does not switch gradients off; "
+            "`no_grad` does (section 3).",
         )
 
 
@@ -555,6 +577,22 @@ def full_backward_hook(module, hook):
     return module.register_full_backward_pre_hook(lambda module, grad_output: (hook(grad_output[0]),))
 
 
+def on_node(module, hook):
+    def hang(module, args, output):
+        if output.requires_grad:
+            output.grad_fn.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def in_training_only(module, hook):
+    def hang(module, args, output):
+        if module.training and output.requires_grad:
+            output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
 HOOK_OUTPUT = Exercise(
     "13.B",
     examine_hook_output,
@@ -571,6 +609,8 @@ HOOK_OUTPUT = Exercise(
         "first_only": first_only,
         "never_called": lambda module, hook: module.register_forward_hook(lambda *args: None),
         "wrong_count": twice,
+        "hook_on_node": on_node,
+        "only_in_training": in_training_only,
         "other_gradient": other_gradient,
         "value_dropped": value_dropped,
         "last_forward_only": last_forward_only,
@@ -751,8 +791,9 @@ def _examine_order(order, want, model):
     if any(list(model.get_submodule(name).parameters()) for name in missing):
         refuse(
             "on_inputs",
-            zh=f"得到的是 `{order}`，缺了 `{missing}`。钩子要挂在子模块的输出上，不是输入上。",
-            en=f"Found `{order}`; missing: `{missing}`. Hang the hook on the output of the child, not on its input.",
+            zh=f"得到的是 `{order}`，缺了 `{missing}`。每个子模块都挂上了吗，里面还有层的也算？挂的是输出，不是输入吗？",
+            en=f"Found `{order}`; missing: `{missing}`. Does every child have a hook, also one with layers inside it? And is it "
+            "on the output, not on the input?",
         )
     refuse(
         "wrong_order",

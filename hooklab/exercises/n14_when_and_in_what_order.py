@@ -1,6 +1,7 @@
 """Checks of notebook 14: which hooks fire, and in what order."""
 
 import copy
+from collections import Counter
 from contextlib import suppress
 
 import torch
@@ -293,6 +294,11 @@ def _forgets(net):
     net[0].register_forward_pre_hook(_look).remove()
 
 
+def _swaps(net):
+    net[1]._forward_hooks.popitem()
+    net[1].register_forward_hook(_look)
+
+
 def _expect_places(got):
     if not isinstance(got, list):
         refuse(
@@ -361,12 +367,28 @@ def examine_left_by(answer):
             zh=f"`1` 上留下了两个钩子，`2.weight` 上一个，每个钩子占一项；得到的却是 `{got}`。",
             en=f"Two hooks were left at `1` and one at `2.weight`, and each has an entry; found `{got}`.",
         )
+    got = answer(_swaps, _net())
+    if got != ["1"]:
+        refuse(
+            "by_number",
+            zh=f"`function` 在 `1` 上取下一个原有的钩子，又挂上一个新的：个数没变，钩子换了，应得到 `['1']`；得到的却是 `{got}`。",
+            en=f"`function` took an old hook off `1` and hung a new one there: their number is the same, the hooks are not. "
+            f"Expected `['1']`; found `{got}`.",
+        )
 
 
 def _examine_all_there(net, before):
     """The answer only looks: the old hooks are there, and those that `function` has left."""
     left = [hook.place for hook in hooks_on(net)]
-    if sorted(left) != sorted([*before, "1", "1", "2.weight"]):
+    want = [*before, "1", "1", "2.weight"]
+    if not Counter(want) - Counter(left) and len(left) > len(want):
+        refuse(
+            "added",
+            zh="模型上多了既不是原有的、也不是 `function` 该留下的钩子。你自己挂了一个，还是把 `function` 调用了两次？",
+            en="There are hooks on the model that were not there before and that `function` does not leave in one call. Did you "
+            "hang one yourself, or call `function` twice?",
+        )
+    if sorted(left) != sorted(want):
         refuse(
             "removed",
             zh="模型上的钩子少了：只看，不要取下。",
@@ -404,6 +426,18 @@ def and_clears(function, model):
     return places
 
 
+def and_hangs(function, model):
+    places = left_by(function, model)
+    model[0].register_forward_hook(_look)
+    return places
+
+
+def counts_places(function, model):
+    before = Counter(hook.place for hook in hooks_on(model))
+    function(model)
+    return list((Counter(hook.place for hook in hooks_on(model)) - before).elements())
+
+
 def records(function, model):
     before = hooks_on(model)
     function(model)
@@ -421,6 +455,8 @@ LEFT_BY = Exercise(
         "too_many": tail,
         "wrong_count": lambda function, model: sorted(set(left_by(function, model))),
         "removed": and_clears,
+        "added": and_hangs,
+        "by_number": counts_places,
         "not_places": records,
         "not_a_list": lambda function, model: set(left_by(function, model)),
         "other_model": lambda function, model: left_by(function, copy.deepcopy(model)),
@@ -486,7 +522,7 @@ def examine_final_gradient(answer):
     try:
         got = _recorded(answer, leaf, loss)
     except AttributeError as error:
-        if "NoneType" not in str(error):
+        if error.obj is not None or not str(error.name).startswith(("register", "next_functions")):
             raise
         refuse(
             "leaf_has_no_grad_fn",

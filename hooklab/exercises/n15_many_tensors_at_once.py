@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from functools import partial
+from numbers import Real
 
 import torch
 from torch import nn
@@ -105,14 +106,18 @@ def _examine_first(norms):
             en=f"One backward should leave 1 number, there are {len(norms)}. Does the line that appends run once per "
             "tensor, or once for the group?",
         )
-    if not isinstance(norms[0], int | float | torch.Tensor) or getattr(norms[0], "ndim", 0):
-        shape = f" {tuple(norms[0].shape)}" if isinstance(norms[0], torch.Tensor) else ""
+    _expect_number(norms[0])
+    _examine_value(float(norms[0]))
+
+
+def _expect_number(found):
+    if not isinstance(found, Real | torch.Tensor) or getattr(found, "ndim", 0):  # NumPy's numbers are Real
+        shape = f" {tuple(found.shape)}" if isinstance(found, torch.Tensor) else ""
         refuse(
             "not_a_number",
-            zh=f"记下的应当是一个数，得到的是 `{type(norms[0]).__name__}{shape}`。",
-            en=f"What is recorded should be one number; found `{type(norms[0]).__name__}{shape}`.",
+            zh=f"记下的应当是一个数，得到的是 `{type(found).__name__}{shape}`。",
+            en=f"What is recorded should be one number; found `{type(found).__name__}{shape}`.",
         )
-    _examine_value(float(norms[0]))
 
 
 def _examine_value(got):
@@ -138,13 +143,19 @@ def _examine_value(got):
             en=f"Found {got:.4f}: the norm of one gradient alone, the others are left out. Does your function receive the "
             "group, or one of it?",
         )
-    for left_out in range(len(GRADS)):
+    for left_out in range(1, len(GRADS)):
         if _close(got, _norm(GRADS[:left_out] + GRADS[left_out + 1 :])):
             refuse(
-                "last_missing",
-                zh=f"得到 {got:.4f}，恰好少算了最后到的那个梯度。钩子运行时，它在 `.grad` 里吗？",
-                en=f"Found {got:.4f}: exactly the gradient that arrived last is missing. Is it in `.grad` when the hook runs?",
+                "one_missing",
+                zh=f"得到 {got:.4f}，恰好少算了第 {left_out + 1} 个张量的梯度。循环是不是结束得太早？",
+                en=f"Found {got:.4f}: exactly the gradient of tensor number {left_out + 1} is missing. Does a loop end too early?",
             )
+    if _close(got, _norm(GRADS[1:])):  # `backward` reaches the first tensor last
+        refuse(
+            "last_missing",
+            zh=f"得到 {got:.4f}，恰好少算了最后到的那个梯度。钩子运行时，它在 `.grad` 里吗？",
+            en=f"Found {got:.4f}: exactly the gradient that arrived last is missing. Is it in `.grad` when the hook runs?",
+        )
     refuse(
         "wrong_norm",
         zh=f"梯度是 `{GRADS}`，全局范数应为 {_norm(GRADS):.4f}，得到的是 {got:.4f}。",
@@ -160,6 +171,8 @@ def _examine_three(norms):
             en=f"Of 3 backwards one did not use every tensor; there should be 3 numbers, there are {len(norms)}. Was a "
             "gradient waited for that never comes?",
         )
+    for found in norms:
+        _expect_number(found)
     wanted = [_norm(GRADS), _norm(GRADS[:2]), 2 * _norm(GRADS)]
     if not all(_close(float(got), want) for got, want in zip(norms, wanted, strict=True)):
         refuse(
@@ -260,6 +273,7 @@ RECORD_NORMS = Exercise(
         "raised": of_group(lambda grads, _: math.sqrt(sum(grad.square().sum().item() for grad in grads))),
         "missed_step": counted,
         "last_missing": of_group(from_dot_grad),
+        "one_missing": of_group(lambda grads, _: nn.utils.get_total_norm(there(grads[:-1])).item()),
         "one_only": of_group(lambda grad, _: grad.norm().item(), mode="any"),
         "one_per_tensor": each_alone,
         "sum_of_norms": of_group(lambda grads, _: sum(grad.norm().item() for grad in there(grads))),
@@ -434,9 +448,9 @@ def _examine_one(moved):
     if sum(moved) == 1:
         refuse(
             "one_moved",
-            zh=f"更新之后，{len(moved)} 个参数里只有 1 个变了。每个钩子用的都是自己那个优化器吗？闭包里的变量取的是调用时的值。",
-            en=f"After the update only 1 of {len(moved)} parameters has changed. Does each hook use an optimizer of its "
-            "own? A closure reads a variable when it is called, not when it is made.",
+            zh=f"更新之后，{len(moved)} 个参数里只有 1 个变了。每个参数都挂上钩子了吗？每个钩子用的都是自己那个优化器吗？闭包里的变量取的是调用时的值。",
+            en=f"After the update only 1 of {len(moved)} parameters has changed. Does every parameter have a hook, and each hook an "
+            "optimizer of its own? A closure reads a variable when it is called, not when it is made.",
         )
 
 
@@ -472,8 +486,9 @@ def _examine_removed(handles, model, x):
     if not all(_same(model, before)) or any(param.grad is None for param in _trained(model)):
         refuse(
             "not_removed",
-            zh="句柄全都 `remove()` 之后，反向仍在更新参数：有的钩子没有交回句柄。",
-            en="After `remove()` of every handle backward still updates parameters: the handle of some hook was not returned.",
+            zh="句柄全都 `remove()` 之后，反向仍在更新参数，或者仍在释放梯度：有的钩子没有交回句柄。",
+            en="After `remove()` of every handle backward still updates parameters or frees gradients: the handle of some hook "
+            "was not returned.",
         )
 
 
@@ -620,7 +635,14 @@ def examine_step_every(answer):
                 reference.zero_grad()
             _examine_frozen(model)
             if number == count:
-                _examine_one(_moved(model, before))
+                moved = _moved(model, before)
+                _examine_one(moved)
+                if 1 < sum(moved) < len(moved):
+                    refuse(
+                        "some_moved",
+                        zh=f"第 {number} 次反向（`count` 为 {count}）之后，{len(moved)} 个参数里只有 {sum(moved)} 个更新了。每个要训练的参数都挂上钩子了吗？",
+                        en=f"After backward number {number} (`count` is {count}) only {sum(moved)} of {len(moved)} parameters were updated. Does every trained parameter have a hook?",
+                    )
             _examine_every(model, twin, before, number, count)
         _examine_removed(handles, model, batches[-1])
     _examine_own_count(answer)
@@ -660,8 +682,9 @@ def _examine_every(model, twin, before, number, count):
     if all(same) and number % count == 0 and any(param.grad is not None for param in model.parameters()):
         refuse(
             "not_freed",
-            zh="更新的时机和结果都对，但更新之后 `.grad` 还留着，会算进下一轮。",
-            en="When and how it updates is right, but after the update `.grad` is still there and joins the next round.",
+            zh="更新的时机和结果都对，但更新之后 `.grad` 还留着：不是零，就会算进下一轮；是零，也照样占内存。",
+            en="When and how it updates is right, but after the update `.grad` is still there: if it is not zero it joins the next "
+            "round, and zeros take memory too.",
         )
     if all(same):
         return
@@ -739,6 +762,14 @@ def own_turn(calls, param, count):
     return calls[param] % count == 0
 
 
+def weights_only(model, make_optimizer, count):
+    handles = step_every(model, make_optimizer, count)
+    for param, handle in zip(_trained(model), handles, strict=True):
+        if param.dim() < 2:
+            handle.remove()
+    return handles
+
+
 STEP_EVERY = Exercise(
     "15.C",
     examine_step_every,
@@ -749,6 +780,7 @@ STEP_EVERY = Exercise(
         "not_freed": stepping(own_turn, free=False),
         "never": stepping(lambda calls, param, count: calls[param] == count),
         "others_updated": one_for_all,
+        "some_moved": weights_only,
         "no_handles": lambda model, make_optimizer, count: print(
             len(step_every(model, make_optimizer, count))
         ),
