@@ -151,8 +151,9 @@ def _examine_again(module, handle, x):
     if not isinstance(again, Tensor) or not torch.allclose(again, torch.tensor([2.0, 4.0])):
         refuse(
             "first_only",
-            zh="第一次调用对了，第二次换了一个 `x`，`forward` 收到的就不对了。每次调用都要换。",
-            en="The first call was right; in the second, with another `x`, `forward` was given something wrong. Every call counts.",
+            zh="第一次调用对了，第二次换了一个 `x`，而且只传它一个，`forward` 收到的就不对了。每次调用都要换。",
+            en="The first call was right; in the second, with another `x` and nothing else, `forward` was given something wrong. "
+            "Every call counts.",
         )
     handle.remove()
     module(x)
@@ -201,13 +202,14 @@ def _examine_gradient(answer):
             zh=f"`x` 是 `torch.float64`，`forward` 收到的却是 `{got.dtype}`。",
             en=f"`x` is `torch.float64`, `forward` was given `{got.dtype}`.",
         )
-    if not output.requires_grad:
+    if output.requires_grad:
+        output.sum().backward()
+    if x.grad is None:
         refuse(
             "cut",
             zh="梯度传不回调用者的 `x`：`forward` 收到的张量和它断开了。",
             en="No gradient gets back to the caller's `x`: the tensor that `forward` was given is cut off from it.",
         )
-    output.sum().backward()
     if not torch.allclose(x.grad, torch.ones_like(x)):
         refuse(
             "wrong_gradient",
@@ -545,13 +547,14 @@ def _examine_backward(answer):
             en="The hook edits the output of ReLU itself in place, and the backward of ReLU still needs it: the gradient will be "
             "wrong, or backward will raise. See the example in section 4 in which ReLU raises.",
         )
-    if not output.requires_grad:
+    if output.requires_grad:
+        output.sum().backward()
+    if x.grad is None:
         refuse(
             "cut",
             zh="加了噪声的输出不带计算图，梯度传不回去。",
             en="The output with noise has no autograd graph: no gradient gets back.",
         )
-    output.sum().backward()
     if x.grad.tolist() != [[0, 1, 1]]:
         refuse(
             "wrong_gradient",
@@ -732,6 +735,17 @@ class _Tagger(nn.Module):
         hidden, _ = self.lstm(self.words(x))
         self.tags(hidden[:, :1])
         return self.tags(self.head(hidden))
+
+
+class _Spare(nn.Module):
+    """One layer that runs and one that does not; both outputs would be tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.used(x)
 
 
 class _Attention(nn.Module):
@@ -933,20 +947,22 @@ def _examine_nested(answer):
         "head.1": (2, 5, 4),
         "tags": (2, 5, 3),
     }
+    try:
+        _run(answer, _Spare(), torch.ones(5, 3))
+    except (KeyError, AttributeError, TypeError) as error:
+        refuse(
+            "never_ran",
+            zh=f"模型里有一层从不运行，你的代码报 `{type(error).__name__}`：它没有输出可读。只列出运行过的层。",
+            en=f"The model has a layer that never runs, and your code raises `{type(error).__name__}`: there is no output of it to "
+            "read. List those that ran only.",
+        )
     for model, x, expected in (
         (_Tagger(), torch.zeros(2, 5, dtype=torch.int64), want),
         (_Attention(), torch.ones(2, 3), {"attention": ((2, 3), None, None)}),
     ):
         try:
             shapes = _run(answer, model, x)
-        except KeyError:
-            refuse(
-                "never_ran",
-                zh="模型里有一层从不运行，你的代码报 `KeyError`：它没有输出可读。只列出运行过的层。",
-                en="The model has a layer that never runs, and your code raises `KeyError`: there is no output of it to read. List "
-                "those that ran only.",
-            )
-        except (AttributeError, TypeError) as error:
+        except (KeyError, AttributeError, TypeError) as error:
             refuse(
                 "nested",
                 zh=f"有一层的输出是元组，或者元组里有 `None` 或一个数，你的代码在这里报错：`{type(error).__name__}`。"

@@ -1,6 +1,7 @@
 """Checks of notebook 22: module backward hooks."""
 
 import copy
+import traceback
 import warnings
 
 import torch
@@ -133,8 +134,9 @@ def _refuse_what_backward_hooks_raise(error):
     if "changed the size" in said:
         refuse(
             "wrong_size",
-            zh="你的反向钩子返回的梯度，形状和它顶替的那一个不一样。",
-            en="A gradient that your backward hook returns has not the shape of the one it replaces.",
+            zh="你的钩子返回了一个张量，它就顶替了路过的梯度，而两者的形状不一样。看看钩子返回了什么。",
+            en="Your hook returns a tensor, which replaces the gradient that passes, and its shape is another. See what the hook "
+            "returns.",
         )
     if "BackwardHookFunction" in said:
         refuse(
@@ -143,7 +145,8 @@ def _refuse_what_backward_hooks_raise(error):
             en="With layers in place in the model forward raises: with a backward hook neither the input nor the output of a module "
             "may be edited in place. (Section 6)",
         )
-    if "RemovableHandle" in said:
+    in_forward = any(frame.name == "forward" for frame in traceback.extract_tb(error.__traceback__))
+    if in_forward and "RemovableHandle" in said:
         refuse(
             "replaced_output",
             zh="下一层收到的不是张量，是一个句柄。看看你的前向钩子返回了什么。",
@@ -185,7 +188,7 @@ def examine_reverse(answer):
             _examine_inputs(answer)
             _examine_inside(answer)
             _examine_another(answer)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             _refuse_what_backward_hooks_raise(error)
 
 
@@ -194,6 +197,12 @@ def _step(layer, x):
     x = x.clone().requires_grad_()
     layer.zero_grad()
     output = layer(x)
+    if not isinstance(output, Tensor):
+        refuse(
+            "replaced_output",
+            zh=f"模块交出来的不是张量，是 `{type(output).__name__}`。看看你的前向钩子返回了什么。",
+            en=f"What the module hands on is no tensor but a `{type(output).__name__}`. See what your forward hook returns.",
+        )
     (output * LOSS).sum().backward()
     grads = [param.grad for param in layer.parameters()]
     return output, x.grad, [None if grad is None else grad.clone() for grad in grads]
@@ -256,9 +265,9 @@ def _examine_one_input(answer):
     if not torch.allclose(_step(layer, x)[1], grad):
         refuse(
             "still_there",
-            zh="取下句柄之后重跑前向和反向，梯度还是被改了：这个句柄管的不是你的钩子。",
-            en="After the handle was removed, a new forward and backward still change the gradient: the handle does not belong to "
-            "your hook.",
+            zh="取下句柄之后重跑前向和反向，梯度还是被改了：这个句柄没有取下你的全部钩子。",
+            en="After the handle was removed, a new forward and backward still change the gradient: the handle does not take off "
+            "all your hooks.",
         )
     if _hook_count(layer) > count:
         refuse(
@@ -541,6 +550,9 @@ REVERSE = Exercise(
         "everywhere": reverse_everywhere,
         "second_hook": reverse_with_two,
         "frozen": reverse_frozen,
+        "replaced_output": lambda module, strength: module.register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda grad: grad * -strength)
+        ),
         "no_gradient": lambda module, strength: module.register_full_backward_hook(
             lambda module, grad_input, grad_output: (None,) * len(grad_input)
         ),
@@ -686,12 +698,13 @@ def _examine_norms(got, want, model, loss_fn):
             zh=f"少了 `{missing[0]}`：模型里一共有 {len(want)} 个 ReLU，有的在子模块的子模块里，有的是原地的。",
             en=f"`{missing[0]}` is missing: the model has {len(want)} of them, some inside a module inside a module, some in place.",
         )
-    if any(not isinstance(value, int | float) for value in got.values()):
-        refuse(
-            "not_numbers",
-            zh=f"字典里的值应当是浮点数，得到的是 `{type(next(iter(got.values()))).__name__}`。",
-            en=f"The values of the dict should be floats; found `{type(next(iter(got.values()))).__name__}`.",
-        )
+    for name, value in got.items():
+        if not isinstance(value, int | float):
+            refuse(
+                "not_numbers",
+                zh=f"字典里的值应当是浮点数，`{name}` 的却是 `{type(value).__name__}`。",
+                en=f"The values of the dict should be floats; that of `{name}` is `{type(value).__name__}`.",
+            )
     _examine_values(got, want, model, loss_fn)
 
 
@@ -1055,7 +1068,7 @@ def examine_guided_gradient(answer):
     others = model.head.register_forward_hook(lambda module, args, output: None)
     try:
         got = answer(model, x)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         _refuse_what_backward_hooks_raise(error)
     _examine_input(x, before)
     if any(param.grad is None or not (param.grad == 1).all() for param in model.parameters()):
@@ -1072,7 +1085,13 @@ def examine_guided_gradient(answer):
 
 
 def _examine_input(x, before):
-    if x.requires_grad or x.grad is not None or not torch.equal(x, before):
+    if not torch.equal(x, before):
+        refuse(
+            "edited_input",
+            zh="传进来的 `x` 的数值变了：不要原地改它。",
+            en="The values of the `x` that was passed in have changed: do not edit it in place.",
+        )
+    if x.requires_grad or x.grad is not None:
         refuse(
             "changed_input",
             zh="传进来的 `x` 变了：它原本不需要梯度，也没有 `.grad`。",
@@ -1084,6 +1103,13 @@ def _examine_used_twice(answer):
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
     given = x.clone().requires_grad_()
     got = answer(_Twice(nn.ReLU()), given)
+    if not isinstance(got, Tensor):
+        refuse(
+            "no_gradient",
+            zh=f"这一次的 `x` 原本就需要梯度，你的函数返回的却是 `{type(got).__name__}`。`clone()` 出来的不是叶子，`.grad` 里什么也没有。",
+            en=f"This time `x` required a gradient to begin with, and your function returned `{type(got).__name__}`. What `clone()` makes of "
+            "it is no leaf, and has nothing in its `.grad`.",
+        )
     if not torch.allclose(got, _plain_gradient(_Twice(_Guided()), x), atol=1e-6):
         refuse(
             "used_twice",
@@ -1200,6 +1226,19 @@ def guided_on_x(model, x):
     return _then_remove(_hung(model), lambda: torch.autograd.grad(model(x).sum(), x)[0])
 
 
+def guided_on_a_clone(model, x):
+    model, image = copy.deepcopy(model), x.clone()
+    image.requires_grad_()  # no leaf, where `x` requires a gradient
+
+    def run():
+        model(image).sum().backward()
+        return image.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _then_remove(_hung(model), run)
+
+
 def guided_switching_x(model, x):
     try:
         return guided_on_x(model, x)
@@ -1282,6 +1321,8 @@ GUIDED_GRADIENT = Exercise(
         "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
         "wrong_type": _guided(finish=lambda grad: (grad,)),
         "changed_input": guided_on_x,
+        "edited_input": lambda model, x: guided_gradient(model, x.clamp_(min=0)),
+        "no_gradient": guided_on_a_clone,
         "switched_input": guided_switching_x,
         "used_twice": guided_by_mask,
         "attribute_left": guided_on_module,

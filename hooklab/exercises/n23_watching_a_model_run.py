@@ -314,7 +314,7 @@ def _examine_flags(model, before):
     after = _flags(model)
     if after == before:
         return
-    if not any(after.values()):
+    if before[""] and not any(after.values()):
         refuse(
             "left_in_eval",
             zh="模型原本在训练，现在每个模块都停在 `eval()`：训练会带着关掉的 Dropout 继续下去。",
@@ -682,11 +682,11 @@ def _examine_names(got):
             zh=f"应当返回名字的列表，得到的是 `{type(got).__name__}`。",
             en=f"Return a list of names; found `{type(got).__name__}`.",
         )
-    if not all(isinstance(name, str) for name in got):
+    if wrong := [type(name).__name__ for name in got if not isinstance(name, str)]:
         refuse(
             "no_names",
-            zh=f"列表里应当是名字，却有 `{type(next(iter(got))).__name__}`。",
-            en=f"The list should hold names; it holds a `{type(next(iter(got))).__name__}`.",
+            zh=f"列表里应当是名字，却有 `{wrong[0]}`。",
+            en=f"The list should hold names; it holds a `{wrong[0]}`.",
         )
     found = set(got)
     if found == CALLED:
@@ -705,11 +705,11 @@ def _examine_names(got):
     if found & INSIDE == INSIDE and "embed" not in found:
         refuse(
             "fast_path",
-            zh=f"你说 `{sorted(INSIDE)[1]}` 没有被调用。数的时候，编码器层走的是快路径，里面的模块自然都没有调用："
-            "你的钩子它看不见。看第 9 节的两次计数，和第 10 节的第二条。",
-            en=f"You say that `{sorted(INSIDE)[1]}` is not called. While you counted, the encoder layer took its fast path, on "
-            "which no module inside is called: it does not see your hook. See the two counts in section 9, and the second point "
-            "of section 10.",
+            zh=f"你说 `{sorted(INSIDE)[1]}` 没有被调用。你的钩子挂在它自己身上吗？只挂在外面一层，看不到它；只用全局钩子，编码器层就走快路径，"
+            "里面的模块一个也不调用。看第 9 节的两次计数，和第 10 节的第二条。",
+            en=f"You say that `{sorted(INSIDE)[1]}` is not called. Does your hook hang on that module itself? One on a module around "
+            "it does not see it; with global hooks alone the encoder layer takes its fast path, on which no module inside is "
+            "called. See the two counts in section 9, and the second point of section 10.",
         )
     if containers := sorted(found & {"", "helper", "encoder.self_attn", "encoder"}):
         refuse(
@@ -1011,12 +1011,14 @@ WRONG_LAYER = {
         "The NaN begins in {want}; you give {got}, the layer around it. What is inside finishes first.",
     ),
     "later": (
-        "NaN 从 {want} 开始，再传到后面；你给的是 {got}。",
-        "The NaN begins in {want} and is passed on; you give {got}.",
+        "NaN 从 {want} 开始，再传到后面；你给的是 {got}。最先报的是哪个钩子，它用的名字是什么时候读的？",
+        "The NaN begins in {want} and is passed on; you give {got}. Which hook reported first, and when is the name that it uses "
+        "read?",
     ),
     "partly": (
-        "{want} 的输出里有一个 NaN，其余是普通的数；你给的是 {got}。有一个就算。",
-        "The output of {want} holds one NaN among ordinary numbers; you give {got}. One is enough.",
+        "{want} 的输出里有一个 NaN，其余是普通的数，有一个就算；你给的是 {got}。你的判断遇到 NaN 成立吗，结果返回了吗？",
+        "The output of {want} holds one NaN among ordinary numbers, and one is enough; you give {got}. Is your condition true of "
+        "a NaN, and is the result returned?",
     ),
     "cleaned": (
         "NaN 在 {want} 里出现，后面的层又把它换成了别的数；你给的是 {got}。光看最后的输出看不到它。",

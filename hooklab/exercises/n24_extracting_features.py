@@ -179,6 +179,12 @@ def _examine_feature_value(got, want):
             "them.",
         )
     expect_like(got, want, "返回值", "what is returned")
+    if got.requires_grad and got.is_leaf:
+        refuse(
+            "requires_grad",
+            zh="数值对了，也没有连着计算图，可是这个张量自己的 `requires_grad` 是 `True`。留 `False` 就好。",
+            en="The values are right and no graph is attached, but the tensor's own `requires_grad` is `True`. Leave it `False`.",
+        )
     if got.requires_grad:
         refuse(
             "keeps_graph",
@@ -444,6 +450,7 @@ FEATURE = Exercise(
     {
         "overwritten": _feature_with(Tensor.detach),
         "keeps_graph": _feature_with(Tensor.clone),
+        "requires_grad": lambda *given: feature(*given).requires_grad_(),
         "left_behind": _feature_with(lambda output: output.detach().clone(), clean=False),
         "left_after_error": left_after_error,
         "removed_others": feature_removed_others,
@@ -601,6 +608,12 @@ def _examine_embedding(got, want, ruined):
             en="These are the means after ReLU: by the time you took the mean, the output of `norm` had been overwritten.",
         )
     expect_like(got, want, "返回值", "what is returned")
+    if got.requires_grad and got.is_leaf:
+        refuse(
+            "requires_grad",
+            zh="数值对了，也没有连着计算图，可是这个张量自己的 `requires_grad` 是 `True`。留 `False` 就好。",
+            en="The values are right and no graph is attached, but the tensor's own `requires_grad` is `True`. Leave it `False`.",
+        )
     if got.requires_grad:
         refuse(
             "keeps_graph",
@@ -755,6 +768,7 @@ EMBED = Exercise(
         "unfroze": unfroze,
         "overwritten": mean_afterwards,
         "keeps_graph": _restoring(lambda *given: torch.cat(_means(*given))),
+        "requires_grad": lambda *given: embed(*given).requires_grad_(),
         "last_batch_only": last_batch_only,
         "not_joined": _restoring(torch.no_grad()(_means)),
         "not_batch_by_batch": lambda model, name, batches: embed(model, name, [torch.cat(batches)]),

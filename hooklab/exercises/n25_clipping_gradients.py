@@ -246,7 +246,7 @@ def _examine_groups(answer, bounds):
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     handles = answer(model, dict(bounds))
     found = handles if isinstance(handles, list | tuple) else [handles]
-    wrong = [item for item in found if not hasattr(item, "remove")]
+    wrong = [item for item in found if isinstance(item, list | tuple) or not hasattr(item, "remove")]
     if wrong or not isinstance(handles, list | tuple):
         kind = type((wrong or [handles])[0]).__name__
         refuse(
@@ -328,9 +328,9 @@ def _compare_one(name, plain, found, bound):
     if torch.allclose(found, plain):
         refuse(
             "missed",
-            zh=f"`{name}` 在选中的层里，梯度却没有裁剪。选中一层，它里面各层的参数也都算。",
-            en=f"`{name}` is inside a chosen layer, and its gradient was not clipped. With a layer, the parameters of the layers "
-            "inside it are chosen too.",
+            zh=f"`{name}` 在选中的层里，梯度却没有裁剪。选中一层，它自己的和里面各层的参数都算。",
+            en=f"`{name}` is inside a chosen layer, and its gradient was not clipped. With a layer, its own parameters and those of "
+            "the layers inside it are chosen.",
         )
     if torch.allclose(found, plain.clamp(max=bound)):
         refuse(
@@ -512,9 +512,9 @@ def clip_per_sample(model, loss_fn, inputs, targets, max_norm):
 def examine_per_sample(answer):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
-    inputs = torch.tensor([[30.0, -40.0], [0.1, 0.2], [-3.0, -4.0], [1.0, 1.0]])
-    with torch.no_grad():  # one far out, one small, one large, and one without an error
-        targets = model(inputs) - torch.tensor([[2.0], [-0.1], [1.0], [0.0]])
+    inputs = torch.tensor([[30.0, -40.0], [0.1, 0.2], [1.0, 1.0], [-3.0, -4.0]])
+    with torch.no_grad():  # one far out, one small, one without an error, and one large
+        targets = model(inputs) - torch.tensor([[2.0], [-0.1], [0.0], [1.0]])
     _examine_per_sample(answer, model, inputs, targets, nn.functional.mse_loss, 2.0)
     deep = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     deep[0].bias.requires_grad_(False)
@@ -574,6 +574,12 @@ def _examine_per_sample(answer, model, inputs, targets, loss_fn, max_norm):
             en="The `.grad` of some parameter is `None`, or what it was before: put the result into `.grad`, do not return it.",
         )
     found = _flat([param.grad for param in params])
+    if any(param.grad.requires_grad and param.grad.is_leaf for param in params):
+        refuse(
+            "requires_grad",
+            zh="`.grad` 没有连着计算图，可是它自己的 `requires_grad` 是 `True`。留 `False` 就好。",
+            en="No graph is attached to `.grad`, but its own `requires_grad` is `True`. Leave it `False`.",
+        )
     if any(param.grad.requires_grad for param in params):
         refuse(
             "keeps_graph",
@@ -600,6 +606,13 @@ def _diagnose(found, old, samples, sizes, max_norm):
             "nan_at_zero",
             zh="`.grad` 里有 NaN：有一个样本的梯度全是 `0`，哪里除以了它的范数？",
             en="There is NaN in `.grad`: the gradient of one sample is all `0`; where is something divided by its norm?",
+        )
+    if not found.any():
+        refuse(
+            "all_zero",
+            zh="`.grad` 里全是 `0`，各样本的梯度却不全是：求好的各份，加到你存进 `.grad` 的张量上了吗，后来有没有清零？",
+            en="`.grad` is all `0`, the gradients of the samples are not: were their shares added to the tensors that you put into "
+            "`.grad`, and was anything set to 0 afterwards?",
         )
     parts = [torch.split(sample, sizes) for sample in samples]
     by_parameter = sum(_flat([_capped(part, max_norm) for part in split]) for split in parts)
@@ -646,8 +659,8 @@ def _diagnose(found, old, samples, sizes, max_norm):
         ),
         "last_one": (
             [_capped(sample, max_norm) for sample in (samples[0], samples[-1])],
-            "`.grad` 里只有一个样本的份：后来的盖住了先来的。",
-            "`.grad` holds one sample's share: later ones have replaced the earlier.",
+            "`.grad` 里只有一个样本的份：先来的被盖住了，还是后来的没有算进去？",
+            "`.grad` holds one sample's share: were the earlier ones replaced, or the later ones left out?",
         ),
         "lengthened": (
             [sum(sample * max_norm / sample.norm().clamp(min=1e-12) for sample in samples)],
@@ -721,6 +734,18 @@ def sample_with_graph(model, loss_fn, inputs, targets, max_norm):
     for param in model.parameters():
         if param.requires_grad:
             param.grad = param.grad + 0 * param
+
+
+def sample_with_leaves(model, loss_fn, inputs, targets, max_norm):
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad.requires_grad_()
+
+
+def sample_cleared(model, loss_fn, inputs, targets, max_norm):
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
+    model.zero_grad(set_to_none=False)
 
 
 def sample_grad_left_off(model, loss_fn, inputs, targets, max_norm):
@@ -814,6 +839,8 @@ PER_SAMPLE = Exercise(
         "left_hooks": sample_hooks,
         "mode_changed": lambda model, *given: clip_per_sample(model.eval(), *given),
         "keeps_graph": sample_with_graph,
+        "requires_grad": sample_with_leaves,
+        "all_zero": sample_cleared,
         "frozen_gradient": sample_frozen_zeros,
         "grad_left_off": sample_grad_left_off,
         "changed_weights": sample_step,
