@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.modules import module as modules
+from torch.utils.checkpoint import checkpoint
 
 from hooklab import check, clip, features, select
 from hooklab.exercises import n21_forward_hooks as n21
@@ -757,6 +758,52 @@ def test_a_solution_bears_a_gradient_that_does_not_come(exercise, use, nothing):
     assert len(noted if noted is not None else notes) == 1
 
 
+def halved_in_numpy(model):
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor):
+        if tensor.dtype != torch.float32 or tensor.untyped_storage().data_ptr() in own:
+            return tensor.detach()
+        return tensor.detach().bfloat16().view(torch.int16).numpy()
+
+    def unpack(packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return torch.from_numpy(packed).view(torch.bfloat16).float()
+
+    return pack, unpack
+
+
+def notes_with_slots(store):
+    """Each note holds its slot for as long as the storage lives, whether or not anybody wants it."""
+    notes = weakref.WeakKeyDictionary()
+
+    def pack(tensor):
+        storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride(), tensor.storage_offset())
+        if storage not in notes or notes[storage][0] != tensor._version:
+            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            notes[storage] = tensor._version, slot
+        slot, dtype = notes[storage][1], tensor.dtype
+        return lambda: store.read(slot).view(dtype).as_strided(*shape)
+
+    return pack
+
+
+class BitsInAList:
+    """A list of as many items as the tensor has elements: 8 bytes each, larger than the tensor."""
+
+    def write(self, tensor):
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        bits = tensor.contiguous().view(integers).flatten()
+        return (bits != 0).tolist(), bits[bits != 0], tensor.dtype
+
+    def read(self, slot):
+        there, bits, dtype = slot
+        whole = torch.zeros(len(there), dtype=bits.dtype)
+        whole[torch.tensor(there, dtype=torch.bool)] = bits
+        return whole.view(dtype)
+
+
 def noisy(output):
     return output + 0.5 * torch.randn_like(output)
 
@@ -771,6 +818,7 @@ def noisy(output):
         ("22.A", lambda module, strength: modules.register_module_full_backward_hook(
             lambda other, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
             if other is module else None)),
+        ("32.C", halved_in_numpy),
         ("32.D", partial(masks_in_a_closure, packed_too=True)),
         ("33.C", partial(zeros_left_out, in_slots=False)),
         ("33.C", partial(zeros_left_out, in_slots=True)),
@@ -778,7 +826,7 @@ def noisy(output):
         ("33.C", FreedWithItsSlot),
         ("35.B", sizes_beyond_the_layer),
     ],
-    ids=["21.B-prepend", "21.B-global", "22.A-global", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file",
+    ids=["21.B-prepend", "21.B-global", "22.A-global", "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file",
          "33.C-finalize", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
@@ -894,6 +942,9 @@ def clips_leaf_modules(model, bounds):
         ("33.C", ShortIndices, "other_content"),
         ("34.C", small_pairs, "not_restored"),
         ("34.C", calls_what_can_be_called, "not_restored"),
+        ("33.C", BitsInAList, "too_large"),
+        ("33.D", notes_with_slots, "keeps_slot"),
+        ("35.A", lambda block, x: checkpoint(lambda: block(x), use_reentrant=False), "ready_made"),
         ("35.A", checkpoint_by_seed, "wrong_mask"),
         ("35.B", only_divisors, "raised"),
         ("32.A", partial(booked_and_kept, BY_ID["32.A"].solution), "kept_elsewhere"),

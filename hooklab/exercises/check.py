@@ -230,17 +230,21 @@ def _untouched(answer: Any) -> bool:
     return returns_constant and all(step.argval in (None, ...) for step in steps)
 
 
+def said(error: Exception) -> str:
+    """The kind of an error and its first line, to stand between backticks."""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return text.strip(": ").replace("`", "'")
+
+
 def _raised(answer: Any, error: Exception) -> Message:
-    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip(": ").replace(
-        "`", "'"
-    )
     own_file = getattr(getattr(answer, "__code__", None), "co_filename", None)
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_file]
     source = linecache.getline(own_file, lines[-1].lineno).strip().replace("`", "'") if lines else ""
     return Message(
         "wrong",
-        f"还不对。运行你的代码时抛出了异常：`{said}`" + (f"\n出错的那一行：`{source}`" if source else ""),
-        f"Not yet. Running your code raised `{said}`" + (f"\nThe line: `{source}`" if source else ""),
+        f"还不对。运行你的代码时抛出了异常：`{said(error)}`"
+        + (f"\n出错的那一行：`{source}`" if source else ""),
+        f"Not yet. Running your code raised `{said(error)}`" + (f"\nThe line: `{source}`" if source else ""),
         "raised",
     )
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter, OrderedDict
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,14 @@ def examine_held_bytes(answer):
             en=f"Right for float32. For float64 16,000 are right; found {doubles:,}. Bytes per entry depend on the dtype.",
         )
     for function, want, words in OTHERS:
-        if (got := _count_once(answer, function)) != want:
+        if (got := _count_once(answer, function)) > want:
+            refuse(
+                "by_dtype_of_x",
+                zh=f"`{words}`：应当是 {want:,}，得到的是 {got:,}。一个元素占几个字节，看存下的那个张量的类型，不看 `x` 的。",
+                en=f"`{words}`: {want:,} is right; found {got:,}. How many bytes an entry takes depends on the dtype of what is saved, "
+                "not on that of `x`.",
+            )
+        if got != want:
             refuse(
                 "left_out",
                 zh=f"`{words}`：应当是 {want:,}，得到的是 {got:,}。不算的只有 `x`；结果、掩码、别的叶子张量，存了就算。",
@@ -141,7 +149,7 @@ def _count_once(answer, function, dtype=torch.float32):
             zh="函数返回了 `None`，应当返回一个整数。",
             en="The function returned `None`; a whole number is wanted.",
         )
-    if isinstance(got, bool) or not isinstance(got, int):
+    if isinstance(got, bool) or not isinstance(got, Integral):
         refuse(
             "not_a_number",
             zh=f"应当返回一个整数，得到的是 `{type(got).__name__}`。",
@@ -176,7 +184,8 @@ def _explain_count(function, words, got, want):
             zh=seen_zh + "多出来的正是 `x` 自己的内存。",
             en=seen_en + "What is too much is the memory of `x` itself.",
         )
-    if got in (every, every - x.nbytes) and len(tensors) > len(storages) and every > want:
+    apart = sum(t.nbytes for t in tensors if t.untyped_storage().data_ptr() != x.data_ptr())
+    if got in (every, every - x.nbytes, apart) and len(tensors) > len(storages) and every > want:
         refuse(
             "counted_twice",
             zh=seen_zh + f"存了 {len(tensors)} 次，背后只有 {len(storages)} 块内存。",
@@ -195,7 +204,7 @@ def _explain_count(function, words, got, want):
             en=seen_en
             + "What is saved here is a slice, and its own bytes were counted. How much memory does it hold?",
         )
-    if got == 2 * want:
+    if function is _halves and got == 2 * want:
         refuse(
             "memory_twice",
             zh=seen_zh + "两个切片同在一块内存里，算了两次。切片有自己的起始地址，存储只有一个。",
@@ -205,8 +214,9 @@ def _explain_count(function, words, got, want):
     if x.data_ptr() not in storages and got == want - x.nbytes and function is not _cubes:
         refuse(
             "subtracted_x",
-            zh=seen_zh + "这里根本没有存 `x`，它的内存却被减掉了。",
-            en=seen_en + "`x` was not saved here, and yet its memory was subtracted.",
+            zh=seen_zh + "这里没有存 `x`：还是减掉了它的内存，还是漏掉了切片？",
+            en=seen_en
+            + "`x` was not saved here: was its memory subtracted all the same, or was the slice left out?",
         )
     if got == 0:
         refuse(
@@ -438,8 +448,8 @@ def examine_needed(ask):
     if unknown := sorted(answer - set(NAMES)):
         refuse(
             "unknown_names",
-            zh=f"代码里没有 `{unknown[0]}`。能写的名字是 `{', '.join(NAMES)}`。",
-            en=f"There is no `{unknown[0]}` in the code. Names that can be given: `{', '.join(NAMES)}`.",
+            zh=f"代码里没有叫 `{unknown[0]}` 的张量。能写的名字是 `{', '.join(NAMES)}`。",
+            en=f"No tensor in the code is called `{unknown[0]}`. Names that can be given: `{', '.join(NAMES)}`.",
         )
     if answer == set(NAMES) - {"loss"} or answer == set(NAMES):
         refuse(
@@ -602,6 +612,12 @@ def _examine_named(answer, model, x, where_zh, where_en):
             "no_name",
             zh="返回了一个空名字。把模型交给 `saved_tensors`，它才知道每个张量是哪个模块存的。",
             en="An empty name came back. Give the model to `saved_tensors`; how else should it know which module saved what?",
+        )
+    if more < 0:
+        refuse(
+            "removed_others",
+            zh="函数返回以后，模型上的钩子比原来少了：不是你挂的也删掉了。",
+            en="After the function has returned the model has fewer hooks than before: some that were not yours are gone.",
         )
     if more:
         refuse(
@@ -807,6 +823,13 @@ def examine_lean(answer):
             zh="数值对了，可是结果不带计算图：一个字节也没存，反向也做不了。",
             en="The values are right, but there is no graph behind them: nothing is saved, and there is no backward either.",
         )
+    if not torch.allclose(got, want, rtol=1e-9, atol=1e-12):
+        refuse(
+            "rounded",
+            zh="数值只对到 7 位左右：中间是不是换成了精度更低的类型？省下来的是精度，这一题要一样的数值。",
+            en="The values agree to some 7 digits only: was there a dtype of lower precision on the way? That spares precision; here "
+            "the values should be the same.",
+        )
     weight = torch.linspace(0.5, 1.5, 10_000, dtype=torch.float64)
     (want * weight).sum().backward()
     (got * weight).sum().backward()
@@ -827,11 +850,11 @@ def examine_lean(answer):
     if held < size:
         refuse(
             "out_of_sight",
-            zh="数值和梯度都对，可是 autograd 一个 `x` 也没有存：反向要用的，你留在了别处（`ctx` 的属性、列表），那里的也占内存，"
-            "还不受检查（第 4 节）。交给 autograd 存，用 `ctx.save_for_backward`。",
-            en="Values and gradients are right, but autograd saves not even one `x`: what backward needs you keep elsewhere (in "
-            "attributes of `ctx`, in a list), where it takes memory too, and nobody checks it (section 4). Let autograd save it, by "
-            "`ctx.save_for_backward`.",
+            zh="数值和梯度都对，可是 `saved_tensors` 看到的不到一个 `x`：反向要用的，放在了它看不见的地方（`ctx` 的属性、列表、闭包、你自己的一对钩子）。"
+            "看不见的也可能占内存，还不受检查（第 4 节）。让 autograd 来存；自己写的操作用 `ctx.save_for_backward`。",
+            en="Values and gradients are right, but `saved_tensors` sees less than one `x`: what backward needs is where it cannot "
+            "see (attributes of `ctx`, a list, a closure, a pair of hooks of your own). Out of sight it may take memory too, and "
+            "nobody checks it (section 4). Let autograd save it; an operation of your own does so by `ctx.save_for_backward`.",
         )
     if held > most / 2:
         refuse(
@@ -868,6 +891,7 @@ LEAN = Exercise(
     lean,
     {
         "still_4": wasteful,
+        "rounded": _half_precision,
         "still_3": lambda x, gain, scale: F.softplus(gain * x * scale),
         "out_of_sight": lambda x, gain, scale: _OnCtx.apply(x, gain, scale),
         "no_graph": lambda x, gain, scale: torch.no_grad()(lean)(x, gain, scale),

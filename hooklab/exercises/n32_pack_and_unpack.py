@@ -87,7 +87,8 @@ def _examine_unpacked(got: Any, want: Tensor) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)  # numpy's empty arrays step by 0
+    return whole.reshape(-1).view(torch.uint8)
 
 
 def _examine_freed(pair_of: Callable[[], Any]) -> None:
@@ -111,9 +112,9 @@ def _examine_freed(pair_of: Callable[[], Any]) -> None:
         refuse(
             "never_freed",
             zh="没做反向就扔掉计算图时，`exp` 的输出再也释放不了，`gc.collect()` 也没有用。看看 `pack` 返回的是谁，它的 "
-            "`grad_fn` 又是谁。",
+            "`grad_fn` 又是谁；再看看外面有没有变量还拿着它。",
             en="Where the graph is dropped without a backward, the output of `exp` is never freed, not even by "
-            "`gc.collect()`. See what `pack` returns, and what its `grad_fn` is.",
+            "`gc.collect()`. See what `pack` returns, and what its `grad_fn` is; and whether a variable outside still holds it.",
         )
 
 
@@ -422,9 +423,10 @@ def _examine_unedited(pair_of, inner):
     if inner and inner.places[-2:] != [(h.untyped_storage().data_ptr(), True)] * 2:
         refuse(
             "other_tensor",
-            zh="交给你的 `pack` 收到的不是被保存的张量，而是它的副本或 `detach()` 的结果：按存储认参数的 `pack`（第 11 节）就认不出来了。",
+            zh="交给你的 `pack` 收到的不是被保存的张量，而是它的副本或 `detach()` 的结果：按存储认参数的 `pack`（第 11 节）认不出副本，看 `requires_grad` 的会被 `detach()` 骗过。",
             en="The `pack` that you were given gets a copy of the saved tensor, or what `detach()` makes of it, and not the tensor "
-            "itself: a `pack` that knows parameters by their storage (section 11) would not know them.",
+            "itself: a `pack` that knows parameters by their storage (section 11) does not know a copy, and one that asks for "
+            "`requires_grad` is misled by `detach()`.",
         )
     watched, h = _Watched(pair_of()), x * 2
     h += 1
@@ -922,8 +924,9 @@ def _examine_mask_dropped(answer):
     if memory() is not None:
         refuse(
             "mask_kept",
-            zh="掩码已经没人用了，它原来的内存却没有释放：打包的东西里，还有什么引用着它？",
-            en="Nobody uses the mask any more, yet its old memory is not freed: what in the packed thing still refers to it?",
+            zh="掩码已经没人用了，它原来的内存却没有释放：打包的东西，或者 `pack` 够得着的列表、字典，还有什么引用着它？",
+            en="Nobody uses the mask any more, yet its old memory is not freed: what still refers to it, the packed thing, or a list "
+            "or dictionary that `pack` reaches?",
         )
     with suppress(RuntimeError):
         y.sum().backward()

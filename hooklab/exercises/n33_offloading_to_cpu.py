@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab._packing import outer_hooks
-from hooklab.exercises.check import Exercise, Prediction, refuse, within
+from hooklab.exercises.check import Exercise, Prediction, refuse, said, within
 from hooklab.saved import Offload
 
 # ---- 33.A: bytes over bandwidth ----
@@ -84,8 +84,8 @@ def _examine_serial(got):
     if got > 1e6:
         refuse(
             "no_unit",
-            zh=f"{example} 得到 {got:.4g} 秒，上百年也有了。带宽的单位换算了吗？",
-            en=f"{example} gives {got:.4g} seconds: that is years. Was the unit of the bandwidth converted?",
+            zh=f"{example} 得到 {got:.4g} 秒，太久了。带宽的单位换算了吗？",
+            en=f"{example} gives {got:.4g} seconds, far too long. Was the unit of the bandwidth converted?",
         )
     if (
         math.isclose(got, 2 * max(FORWARD + BACKWARD, moves), rel_tol=1e-6)
@@ -93,8 +93,9 @@ def _examine_serial(got):
     ):
         refuse(
             "hidden_anyway",
-            zh=f"{example} 得到 {got:.4g}，比计算加上搬运还短：`overlap` 为假时，什么都藏不住。",
-            en=f"{example} gives {got:.4g}, less than computing and moving together: without `overlap` nothing is hidden.",
+            zh=f"{example} 得到 {got:.4g}，还不到计算加上搬一趟的 {FORWARD + BACKWARD + moves} 秒：是漏了一样，算短了一样，还是藏了一样？`overlap` 为假时，每一样都要加上。",
+            en=f"{example} gives {got:.4g}, less than computing and one way of moving, {FORWARD + BACKWARD + moves}: was something left out, "
+            "taken too short, or hidden? Without `overlap` everything adds up.",
         )
     refuse(
         "wrong_serial",
@@ -118,15 +119,16 @@ def _examine_overlapped(got):
     if math.isclose(got, max(FORWARD + BACKWARD, 2 * moves), rel_tol=1e-6):
         refuse(
             "whole_step",
-            zh=f"{example} 得到 {got:.4g}：整步一起比的。可是搬出去只在前向里进行，前向比它短的部分，反向补不回来。",
-            en=f"{example} gives {got:.4g}: the step was compared as a whole. But things go out in forward alone, and what "
+            zh=f"{example} 得到 {got:.4g}，只有计算的时间，像是搬运全藏住了。可是搬出去只在前向里进行，前向比它短的部分，反向补不回来。",
+            en=f"{example} gives {got:.4g}, the time of computing alone, as if all moving were hidden. But things go out in forward alone, and what "
             "forward is too short for cannot be made up in backward.",
         )
-    if math.isclose(got, max(FORWARD + BACKWARD, moves), rel_tol=1e-6) or got < FORWARD + BACKWARD:
+    if got < FORWARD + BACKWARD:
         refuse(
             "too_good",
-            zh=f"{example} 得到 {got:.4g}：前向算完了，东西还没搬完，反向就开始了。",
-            en=f"{example} gives {got:.4g}: backward began when forward was computed but had not moved everything yet.",
+            zh=f"{example} 得到 {got:.4g}，比计算本身的 {FORWARD + BACKWARD} 秒还短：前向和反向一先一后，没有一样能省掉。",
+            en=f"{example} gives {got:.4g}, less than computing alone, {FORWARD + BACKWARD}: forward and backward come one after the "
+            "other, and neither goes away.",
         )
     refuse(
         "wrong_overlap",
@@ -390,8 +392,9 @@ def _examine_written(store):
     if got > want:
         refuse(
             "moved_own",
-            zh=f"搬了 {got} 字节，多了 {got - want} 字节：`module` 自己的参数或缓冲区也搬走了。",
-            en=f"{got} bytes were moved, {got - want} too many: parameters or buffers of `module` were among them.",
+            zh=f"搬了 {got} 字节，多了 {got - want} 字节：`module` 自己的参数或缓冲区也搬走了，还是 `module` 跑了不止一遍？",
+            en=f"{got} bytes were moved, {got - want} too many: were parameters or buffers of `module` among them, or did `module` run "
+            "more than once?",
         )
     refuse(
         "too_few",
@@ -746,17 +749,17 @@ def _examine_size(store, content):
     if total > 0.8 * nbytes:
         refuse(
             "too_large",
-            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。一个下标，`int64` 要 8 字节，`int32` 也要 4 字节；记下哪里不是 0，有更省的办法。",
+            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。Python 列表的一项要 8 字节；一个下标，`int64` 要 8 字节，`int32` 也要 4 字节；记下哪里不是 0，有更省的办法。",
             en=f"It reads back right, but for a tensor of {nbytes} bytes the `slot` takes {total}; "
-            f"{int(0.8 * nbytes)} are allowed. An index takes 8 bytes in `int64` and 4 in `int32`; there is a cheaper way "
+            f"{int(0.8 * nbytes)} are allowed. An item of a Python list takes 8 bytes; an index takes 8 bytes in `int64` and 4 in `int32`; there is a cheaper way "
             "to note where the elements are not 0.",
         )
     if total < 0.1 * nbytes:
         refuse(
             "nothing_in_slot",
-            zh=f"写入以后，`slot` 和后端里只找到 {total} 字节，内容存在别处：`slot` 没了，内容也该没了。",
-            en=f"After writing, {total} bytes are found in the `slot` and the store, so the content is elsewhere: it should go "
-            "when the `slot` goes.",
+            zh=f"写入以后，`slot` 和后端里只找到 {total} 字节，内容存在别处。检查只看得见 `slot` 和后端对象自己身上的：请放在那里，`slot` 没了，内容也该没了。",
+            en=f"After writing, {total} bytes are found in the `slot` and the store, so the content is elsewhere. The check sees only "
+            "what these two hold: put it there; it should go when the `slot` goes.",
         )
     if left > 0.1 * nbytes:
         refuse(
@@ -783,6 +786,8 @@ def _contents(slot):
             sizes[id(part)] = sys.getsizeof(part)
         elif isinstance(part, int | float):
             sizes[id(part)] = 8
+        elif isinstance(part, list | tuple | set | frozenset | dict):
+            sizes[id(part)] = sys.getsizeof(part)  # the references: 8 bytes an item
         elif isinstance(nbytes := getattr(part, "nbytes", None), int):  # numpy's arrays
             sizes[id(part)] = nbytes
     return sizes
@@ -804,9 +809,9 @@ def _examine_others(store):
         except Exception as error:
             refuse(
                 "other_dtypes",
-                zh=f"`float32` 没有问题；写入 `{tensor.dtype}` 的张量 `{tensor.tolist()}`，你的代码抛出了 `{type(error).__name__}`。",
-                en=f"`float32` is fine; with the tensor `{tensor.tolist()}` of `{tensor.dtype}` your code raised "
-                f"`{type(error).__name__}`.",
+                zh=f"一半是 0 的 `float32` 张量没有问题；写入 `{tensor.dtype}` 的张量 `{tensor.tolist()}`，你的代码抛出了 `{said(error)}`。",
+                en=f"A `float32` tensor half of whose elements are 0 is fine; with the tensor `{tensor.tolist()}` of `{tensor.dtype}` "
+                f"your code raised `{said(error)}`.",
             )
         _examine_back(got, tensor, name)
 
@@ -1142,6 +1147,9 @@ def _examine_leaks(answer):
             zh="打包以后，原来的张量已经删掉，它的存储却还在内存里：什么也没腾出来。",
             en="The tensor that was packed has been deleted, but its storage is still in memory: no room was gained.",
         )
+    del packed
+    kept = torch.ones(8)  # the tensor stays, what was packed goes
+    packed = pack(kept)
     del packed
     if store.alive:
         refuse(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab.exercises.check import Exercise, Prediction, refuse, within
+from hooklab.exercises.check import Exercise, Prediction, refuse, said, within
 from hooklab.saved import Offload
 from hooklab.stores import Disk
 
@@ -180,9 +180,9 @@ def _examine_two_pairs(answer, folder):
         if x.grad is None or not torch.allclose(x.grad, want, rtol=1e-4):
             refuse(
                 "names_collide",
-                zh="两对钩子同时用一个 `folder` 时，一对写的文件盖掉了另一对的：名字重了。",
-                en="With two pairs of hooks in one `folder` at a time, one writes over the files of the other: the names are "
-                "the same.",
+                zh="两对钩子同时用一个 `folder` 时，一对的文件被另一对盖掉或者删掉了：名字重了，还是清理过了头？",
+                en="With two pairs of hooks in one `folder` at a time, the files of one are overwritten or deleted by the other: the "
+                "same names, or too much cleaning up?",
             )
 
 
@@ -244,8 +244,9 @@ def _examine_size(pair, folder):
         del packed
         refuse(
             "kept_in_memory",
-            zh="文件写了，但打包返回的东西还拿着原来的张量：内存一点没省。",
-            en="The file is written, but what pack returns still holds the tensor: no memory is saved.",
+            zh="文件写了，但原来的张量还有人拿着（打包返回的东西，或者别处的缓存）：内存一点没省。",
+            en="The file is written, but something still holds the tensor (what pack returns, or a cache elsewhere): no memory is "
+            "saved.",
         )
     del packed
 
@@ -431,8 +432,8 @@ def examine_byte_store(answer):
     if answer().held is store.held:
         refuse(
             "one_for_all",
-            zh="`byte_store()` 调用两次，两个对象共用一个 `held`：键会相撞。",
-            en="Two calls of `byte_store()` give two objects with one `held` between them: their keys will collide.",
+            zh="`byte_store()` 调用两次，两个对象共用一个 `held`：各自的内容混在一起。",
+            en="Two calls of `byte_store()` give two objects with one `held` between them: their contents are mixed up in it.",
         )
     _examine_keys(answer())
     _examine_freed(answer())
@@ -448,8 +449,8 @@ def _examine_sample(store, sample):
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(
             "write_failed",
-            zh=f"`write` 存 `{dtype}` 的张量时抛出了 `{type(error).__name__}`。",
-            en=f"`write` raised a `{type(error).__name__}` for a tensor of `{dtype}`.",
+            zh=f"`write` 存 `{dtype}` 的张量时抛出了 `{said(error)}`。",
+            en=f"`write` raised `{said(error)}` for a tensor of `{dtype}`.",
         )
     if given.untyped_storage().nbytes() != sample.nbytes or _bits(given) != _bits(sample):
         refuse(
@@ -1157,6 +1158,7 @@ def _examine_wrapper(answer, folder, seen):
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     query, memory = torch.randn(16, 8, 8), torch.randn(16, 10, 8)
     want = _attend(model, model, query, memory)
+    _, wanted = seen.during(lambda: _attend(save_to_disk(model, folder), model, query, memory))
     called = []
     model.register_forward_hook(lambda *args: called.append(1))
     wrapped = answer(model, folder)
@@ -1168,6 +1170,12 @@ def _examine_wrapper(answer, folder, seen):
             zh="挂在里面那个模块上的前向钩子没有触发：调用的是它的 `forward`，不是它本身。",
             en="A forward hook on the module inside did not fire: its `forward` was called, not the module itself.",
         )
+    if len(called) > 1:
+        refuse(
+            "ran_twice",
+            zh=f"一次前向里，里面那个模块运行了 {len(called)} 次；应当只运行 1 次。",
+            en=f"In one forward the module inside ran {len(called)} times; it should run 1 time.",
+        )
     if not torch.equal(got[0], want[0]):
         refuse(
             "wrong_output",
@@ -1175,6 +1183,12 @@ def _examine_wrapper(answer, folder, seen):
             en="The output is not that of the module inside. Did all arguments get there?",
         )
     _examine_writes(writes, model, folder)
+    if (kept := sum(nbytes for _, _, nbytes in wanted) - sum(nbytes for _, _, nbytes in writes)) > 0:
+        refuse(
+            "kept_some",
+            zh=f"该写进文件的，有 {kept:,} 字节留在了内存里。`keep` 是不是没有留成 0？",
+            en=f"Of what should go to the file {kept:,} bytes stayed in memory. Is `keep` something other than 0?",
+        )
     if not all(map(torch.equal, got[1], want[1])):
         refuse(
             "wrong_gradients",
@@ -1237,8 +1251,8 @@ def _examine_writes(writes, model, folder):
     if {where for where, _, _ in writes} != {folder}:
         refuse(
             "wrong_folder",
-            zh="写是写了，文件却不在给你的 `folder` 里。",
-            en="It was written, but to a file outside the `folder` that was given.",
+            zh="写是写了，文件却不是直接在给你的 `folder` 里。",
+            en="It was written, but to a file that is not directly in the `folder` that was given.",
         )
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
     if moved := len({place for _, place, _ in writes} & own):
@@ -1377,6 +1391,17 @@ class _NoThreshold(_Wrapper):
         return Offload(self.module, to=Disk(self.folder), min_bytes=0)
 
 
+class _RunsTwice(_Wrapper):
+    def forward(self, *args, **kwargs):
+        self.module(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class _KeepsSome(_Wrapper):
+    def context(self):
+        return Offload(self.module, to=Disk(self.folder), min_bytes=4096, keep=4096)
+
+
 class _AnyFolder(_Wrapper):
     def context(self):
         return Offload(self.module, to="disk", min_bytes=4096)
@@ -1473,6 +1498,8 @@ SAVE_TO_DISK = Exercise(
         "not_copyable": _OneDisk,
         "nothing_moved": _DefaultThreshold,
         "moved_small": _NoThreshold,
+        "ran_twice": _RunsTwice,
+        "kept_some": _KeepsSome,
         "wrong_folder": _AnyFolder,
         "threshold_off": _OffByOne,
         "copy_runs_original": _Closure,

@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from types import SimpleNamespace
 
 import torch
@@ -34,8 +35,8 @@ KEYWORD = Prediction(
 )
 SEGMENTS = Prediction(
     "35.4",
-    zh="比不用还多。每层一段，就要存每层的输入，其中近一半普通训练本来不存。段数不是越多越好，看下面的图。",
-    en="More than without. With a segment for each layer the input of every layer is held, and nearly half of these plain training "
+    zh="比不用还多。每层一段，就要存除最后一层以外每层的输入，其中近一半普通训练本来不存。段数不是越多越好，看下面的图。",
+    en="More than without. With a segment for each layer the input of every layer but the last is held, and nearly half of these plain training "
     "would not store. More segments are not better: see the picture below.",
 )
 
@@ -119,9 +120,9 @@ def _examine_checkpointed(block: _Block):
     if alive := block.alive(0):
         refuse(
             "nothing_saved",
-            zh=f"前向之后，{len(block.runs[0])} 个中间激活值里还有 {alive} 个占着内存：这就不是检查点了。看看你的 `pack` 返回了什么。",
+            zh=f"前向之后，{len(block.runs[0])} 个中间激活值里还有 {alive} 个占着内存：这就不是检查点了。看看你的 `pack` 返回了什么，又往别处记了什么。",
             en=f"After forward {alive} of {len(block.runs[0])} activations in the middle are still in memory, so this is no "
-            "checkpoint. See what your `pack` returns.",
+            "checkpoint. See what your `pack` returns, and what it notes elsewhere.",
         )
 
 
@@ -129,8 +130,8 @@ def _examine_runs(block: _Block, want: int):
     if len(block.runs) != want:
         refuse(
             "recomputed_often",
-            zh=f"前向加反向，`block` 应当运行 {want} 次，实际运行了 {len(block.runs)} 次。",
-            en=f"In forward and backward `block` should run {want} times; it ran {len(block.runs)} times.",
+            zh=f"前向 1 次、反向 {want - 1} 次，`block` 应当运行 {want} 次，实际运行了 {len(block.runs)} 次。",
+            en=f"For 1 forward and {want - 1} backward, `block` should run {want} times; it ran {len(block.runs)} times.",
         )
 
 
@@ -254,8 +255,8 @@ def examine_faithful(answer):
             got.gradients,
             want.gradients,
             "wrong_mask",
-            zh="梯度与没有检查点时不同：第二遍抽到的随机数和第一遍不一样。状态是什么时候存的，什么时候放回去的？",
-            en="The gradients differ from those without a checkpoint: the second run has drawn other random numbers than the first. "
+            zh="梯度与没有检查点时不同；第二遍抽到别的随机数，就会这样。状态是什么时候存的，什么时候放回去的？",
+            en="The gradients differ from those without a checkpoint, as they do when the second run draws other random numbers. "
             "When is the state stored, and when put back?",
         )
         if not torch.equal(got.between, want.between):
@@ -280,15 +281,16 @@ def examine_faithful(answer):
 
 def _examine_by_hand(answer):
     """torch's checkpoint saves its input where the hooks outside see it (section 2); by hand they see nothing."""
-    seen, (block, x) = [], _new(dropout=True)
-    with saved_tensors_hooks(lambda t: seen.append(1) or t.detach(), lambda t: t):
+    packs, (block, x) = [], _new(dropout=True)
+    with block.register_forward_pre_hook(lambda *args: packs.append(outer_hooks())):
         answer(block, x)
+    seen = any(pair and pair[0].__module__ == "torch.utils.checkpoint" for pair in packs)
     if seen:
         refuse(
             "ready_made",
-            zh="都对，可是外面的钩子看见了这一段的输入：这是 torch 现成的 `checkpoint`（第 2 节）。这一题要用打包和解包来写，从 `handmade` 改起。",
-            en="All right, but the hooks outside see the input of the segment: this is torch's own `checkpoint` (section 2). Here it is to "
-            "be written out of pack and unpack; begin with `handmade`.",
+            zh="都对，可是 `block` 运行时，开着的是 torch 现成的 `checkpoint` 自己的钩子。这一题要用打包和解包来写，从 `handmade` 改起。",
+            en="All right, but while `block` runs the hooks that are open are those of torch's own `checkpoint`. Here it is to be written "
+            "out of pack and unpack; begin with `handmade`.",
         )
 
 
@@ -519,7 +521,7 @@ def _examine_plan(network, budget, plan):
     bad = {
         name: size
         for name, size in plan.items()
-        if name not in network.layers or type(size) is not int or size < 1
+        if name not in network.layers or isinstance(size, bool) or not isinstance(size, Integral) or size < 1
     }
     if bad:
         refuse(
@@ -528,14 +530,16 @@ def _examine_plan(network, budget, plan):
             en=f"`checkpoint_segments` takes no such plan: `{bad}`. A layer without checkpoints is not in it, and numbers are 1 "
             "or more.",
         )
-    _, peak, work = network(plan)
+    held, peak, work = network(plan)
     best = cheapest(network, network.layers, budget)
     _, best_peak, best_work = network(best)
     if peak > budget:
         refuse(
             "over_budget",
-            zh=f"预算 {budget} 字节，你的方案 `{plan}` 峰值是 {peak}。`held` 不是峰值。",
-            en=f"The budget is {budget} bytes, and your plan `{plan}` has a peak of {peak}. `held` is not the peak.",
+            zh=f"预算 {budget} 字节，你的方案 `{plan}` 峰值是 {peak}。"
+            + ("`held` 不是峰值。" if held <= budget else ""),
+            en=f"The budget is {budget} bytes, and your plan `{plan}` has a peak of {peak}."
+            + (" `held` is not the peak." if held <= budget else ""),
         )
     if work > best_work:
         refuse(
@@ -918,11 +922,12 @@ def examine_buffers(answer):
             zh=f"应当返回两个上下文，得到的是 `{type(pair).__name__}`。",
             en=f"Two contexts are wanted; found `{type(pair).__name__}`.",
         )
+    kinds = ", ".join(type(context).__name__ for context in pair)
     if not all(hasattr(context, "__enter__") and hasattr(context, "__exit__") for context in pair):
         refuse(
             "no_contexts",
-            zh="返回的两样东西不能用在 `with` 里。是不是返回了函数本身，忘了调用？",
-            en="What is returned cannot be used with `with`. Were the functions returned and not called?",
+            zh=f"返回的两样东西不能用在 `with` 里，得到的是 `{kinds}`。忘了调用，还是忘了 `@contextmanager`？",
+            en=f"What is returned cannot be used with `with`; found `{kinds}`. Not called, or `@contextmanager` forgotten?",
         )
     for name, make, count in (("BatchNorm", _normed, 1), ("spectral norm", _spectral, 1)):
         _examine_step(name, make, count, answer)
