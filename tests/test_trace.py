@@ -307,6 +307,26 @@ def test_a_trace_removed_inside_its_block_notes_nothing_more(net, batch):
     assert len(traced.events) == count
 
 
+def test_packing_has_its_place_and_its_phase():
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2, requires_grad=True)
+
+    def places(kind, run):
+        with trace(model) as traced:
+            run()
+        found = [event for event in traced.events if event.kind == kind]
+        return [(event.phase, event.where, event.inside[-1:]) for event in found]
+
+    unpacked = places("unpack", lambda: model(x).sum().backward())
+    tanh, linear = ("backward", "TanhBackward0", ("1",)), ("backward", "AddmmBackward0", ("0",))
+    assert unpacked == [tanh, linear, linear]
+    # What a reentrant checkpoint computes again is packed in backward, and inside a module.
+    packed = places("pack", lambda: checkpoint(model, x, use_reentrant=True).sum().backward())
+    again = [("recompute", "", ("0",)), ("recompute", "", ("0",)), ("recompute", "", ("1",))]
+    assert packed == [("forward", "", ()), *again]
+    packed = places("pack", lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True))
+    assert set(packed[3:]) == {("backward", "", ())}
+
+
 def test_what_is_unpacked_after_the_block_is_no_event(net, batch):
     with trace(net) as traced:
         loss = net(batch).sum()
