@@ -61,7 +61,7 @@ class Features(Installed, Mapping[str, Any]):
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
-        self._quick: list[bool] = []  # empty when an output has to be looked at twice
+        self._quick: list[bool] = []  # whether grad is on; empty when an output has to be looked at twice
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
         self._forwards = 0
         self._thread = 0  # the one that `run` was called in
@@ -121,18 +121,22 @@ class Features(Installed, Mapping[str, Any]):
         try:
             self._model(*args, **kwargs)
         except Exception as error:
-            # The model may have caught it and raised an error of its own instead.
-            chain = []  # `raise error from error` makes a circle
-            while error is not None and error not in chain:
-                chain.append(error)
-                error = error.__cause__ or error.__context__
-            if not any(getattr(error, "of", None) is self for error in chain):
+            if not self._ended(error):
                 raise
         finally:
             self._wanted.clear()
             for stop in stops:
                 stop.remove()
         return self
+
+    def _ended(self, error: BaseException | None) -> bool:
+        """True if it comes from our `Enough`: the model may have caught that and raised an error of its own instead."""
+        # Not in `run`, whose frame the error knows: what its names refer to would not be freed.
+        chain: list[BaseException] = []  # `raise error from error` makes a circle
+        while error is not None and error not in chain:
+            chain.append(error)
+            error = error.__cause__ or error.__context__
+        return any(getattr(error, "of", None) is self for error in chain)
 
     def __getitem__(self, name: str) -> Any:
         return self._checked(name, *self._record(name)[-1])
@@ -179,7 +183,7 @@ class Features(Installed, Mapping[str, Any]):
             def hook(module: nn.Module, args: tuple, output: Any) -> None:
                 if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
                     try:
-                        kept = output.detach() if output.requires_grad else output
+                        kept = output.detach() if quick[0] or output.requires_grad else output
                         note((name, kept, kept._version))
                         return
                     except RuntimeError:  # an inference tensor has no version
@@ -233,7 +237,9 @@ class Features(Installed, Mapping[str, Any]):
             if not called_by_itself(module):
                 running.remove(thread)  # a forward that was interrupted from the keyboard
         elif running and thread:
-            alive = sys._current_frames()
+            alive = set(
+                sys._current_frames()
+            )  # the threads; the frames would be kept, this one is among them
             running[:] = [other for other in running if other in alive]  # the rest ended in their forwards
         if not running:
             self._forwards += 1
@@ -242,7 +248,7 @@ class Features(Installed, Mapping[str, Any]):
             self._sorted = NOTHING
             self._no_shortcuts()
             if not self._wanted and thread:
-                (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(True)
+                (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
         running.append(thread)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -317,8 +323,9 @@ class Calls(Mapping[str, list[Any]]):
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    # Without a graph there is nothing to detach from.
-    return tensor if tensor.__class__ is Tensor and not tensor.requires_grad else tensor.detach()
+    # Without a graph there is nothing to detach from; with grad on an edit in place may still give it one.
+    plain = tensor.__class__ is Tensor and not tensor.requires_grad and not is_grad_enabled()
+    return tensor if plain else tensor.detach()
 
 
 def _blame_keep(error: Exception, name: str) -> None:

@@ -841,6 +841,47 @@ def test_lines_and_figures_in_a_model_do_not_keep_it_from_being_pickled(model, x
     again.lines.remove()
 
 
+def test_an_output_that_is_given_a_graph_later_is_kept_without():
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.trained = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.trained(self.frozen(x).requires_grad_())
+
+    model = Embedded()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), features(model, "frozen") as f, torch.enable_grad():
+            model(torch.ones(2, 4))
+        assert not f["frozen"].requires_grad
+
+
+def test_run_keeps_nothing_of_a_forward_that_it_has_ended(x):
+    passed = []
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Tanh()
+
+        def forward(self, x):
+            large = x * 2
+            passed.append(weakref.ref(large))
+            return self.inner(large) + 1
+
+    model = nn.Sequential(Inside(), nn.ReLU())
+    gc.collect()
+    gc.disable()
+    try:
+        with features(model, "0.inner", keep=lambda tensor: tensor.sum().item()) as f:
+            f.run(x)
+            assert f["0.inner"] == pytest.approx((x * 2).tanh().sum().item())
+            assert passed[0]() is None
+    finally:
+        gc.enable()
+
+
 TOOLS = ["features", "verbose", "layer_statistics", "clip_gradients", "watch", "trace", "checkpoint_segments"]
 
 
