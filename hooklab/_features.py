@@ -54,7 +54,7 @@ class Features(Installed, Mapping[str, Any]):
         super().__init__()
         self._model = model
         self._detaches = keep is Tensor.detach
-        self._keep = _without_graph if self._detaches else keep
+        self._keep = keep
         self._first: dict[str, str] = {}  # for each name the first one of its module
         self._log: deque[tuple[str, Any, Any]] = deque()  # the outputs of the last forward, by first names
         self._alone: dict[str, list[tuple[Any, Any]]] = {}  # of layers called by themselves since then
@@ -300,7 +300,9 @@ class Features(Installed, Mapping[str, Any]):
                 f"features: the output of {name!r} has been overwritten in place since the layer returned it, by a "
                 f"later layer such as ReLU(inplace=True) or by `+=`; keep a copy of its own: {cure}"
             )
-        return kept
+        # A reentrant checkpoint of the whole model gives its output a graph afterwards.
+        late = self._detaches and isinstance(kept, Tensor) and kept.requires_grad
+        return kept.detach() if late else kept
 
 
 class Calls(Mapping[str, list[Any]]):
@@ -320,12 +322,6 @@ class Calls(Mapping[str, list[Any]]):
 
     def __len__(self) -> int:
         return len(self._features)
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    # Without a graph there is nothing to detach from; with grad on an edit in place may still give it one.
-    plain = tensor.__class__ is Tensor and not tensor.requires_grad and not is_grad_enabled()
-    return tensor if plain else tensor.detach()
 
 
 def _blame_keep(error: Exception, name: str) -> None:

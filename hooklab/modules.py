@@ -70,7 +70,8 @@ def verbose(
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
         that failed, the shapes it was given and the error; one that calls none of the layers has a line that says so.
-        Recomputation under checkpointing is not written; nor is an error in a forward hook that was put
+        Recomputation under checkpointing is not written (except in threads that a layer starts inside a reentrant
+        one); nor is an error in a forward hook that was put
         on the model itself later.
 
     Raises:
@@ -119,7 +120,8 @@ def features(
     Returns:
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
         of all of the last forward (a layer may be called several times). A new forward of the model begins anew;
-        recomputation under checkpointing is not counted. `f.run(*args, **kwargs)` runs the model, stops it
+        recomputation under checkpointing is not counted (except in threads that a layer starts inside a reentrant
+        one). `f.run(*args, **kwargs)` runs the model, stops it
         as soon as every layer has been called once, and returns `f`. Under `nn.DataParallel` give the wrapper.
 
     Raises:
@@ -164,7 +166,8 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
 
     Returns:
         A detached copy. Its `.grad`, None until a gradient arrives, has the same shape; a second backward
-        replaces it. The gradient is not copied: layers whose outputs are added share one, so do not edit it.
+        replaces it (`pickle` leaves it out: save `f["layer4"].grad` itself). The gradient is not copied: layers whose
+        outputs are added share one, so do not edit it.
 
     Raises:
         TypeError: `tensor` is not a tensor; give the function itself, `keep=with_grad`.
@@ -233,7 +236,7 @@ def layer_statistics(
         torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of tuples,
         lists, dicts and dataclasses every tensor is counted, of other objects nothing, of complex tensors the
         absolute value; meta and fake tensors have no figures but `.calls` and `.count`. Recomputation under
-        checkpointing is not counted.
+        checkpointing is not counted (except in threads that a layer starts inside a reentrant one).
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or nothing counted yet.

@@ -23,7 +23,8 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
 
     Use it as `with saved_tensors(model) as saved:`, for the current thread. It changes no value and no gradient,
     and passes tensors on to the saved-tensor hooks that are active on entry; contexts opened inside (a
-    checkpoint's) displace it, so what they save is not seen.
+    checkpoint's) displace it, so what they save is not seen. `torch.func.grad`, `vjp`, `jacrev` and `hessian`
+    refuse to run beside saved-tensor hooks.
 
     Args:
         model: names the modules, and the parameters and buffers, which live anyway.
@@ -99,7 +100,8 @@ class Offload:
     """Keep what autograd saves somewhere else between forward and backward; gradients stay the same, bit for bit.
 
     Use it as `with Offload(model): loss = criterion(model(x), y)`, for the current thread; backward may come
-    later. The innermost saved-tensor context wins, as everywhere in PyTorch.
+    later. The innermost saved-tensor context wins, as everywhere in PyTorch; `torch.func.grad`, `vjp`, `jacrev` and
+    `hessian` refuse to run beside one.
 
     Args:
         model: its parameters and buffers stay where they are, views of them too: they live anyway. Without it,

@@ -38,6 +38,7 @@ class Trace:
         self._contexts = ExitStack()
         self._sees_new_nodes = False
         self._removed = False
+        self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
         # By id(); an id is used again once it is free.
@@ -168,6 +169,10 @@ class Trace:
         # A compiler makes Nodes, and runs them, to see what backward will need.
         if self._removed or torch.compiler.is_compiling():
             return
+        # It may stand behind an earlier output of the model, or behind one of the given tensors.
+        if self._mark in node.metadata:
+            return
+        node.metadata[self._mark] = True
         kind, inside = type(node).__name__, self._inside()
         leaf = getattr(node, "variable", None)
         where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
@@ -307,7 +312,8 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     What is concluded and not seen is marked `inferred`: retain_grad (from `.grad`, at the next event) and a
     module's backward (from its Nodes: a full backward hook would add Nodes and forbid in-place layers).
     Saved-tensor hooks active on entry go on working; contexts opened inside (a checkpoint) displace this one,
-    so what they save is not seen. Inside a compiled model only what surrounds it is seen. Without
+    so what they save is not seen. `torch.func.grad`, `vjp`, `jacrev` and `hessian` refuse to run beside saved-tensor
+    hooks: call `trace` without `with` there. Inside a compiled model only what surrounds it is seen. Without
     `torch.autograd.graph.node_creation_hook` (PyTorch before 2.15) the Nodes of the model are seen, those of
     the loss are not.
 

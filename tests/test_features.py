@@ -857,6 +857,37 @@ def test_an_output_that_is_given_a_graph_later_is_kept_without():
         assert not f["frozen"].requires_grad
 
 
+def test_what_a_reentrant_checkpoint_returns_is_kept_without_its_graph(x):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x), x * 2
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.last = Two(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            y, z = checkpoint(self.pair, x, use_reentrant=True)
+            return checkpoint(self.last, y + z, use_reentrant=True)
+
+    model, x = Net(), x.clone().requires_grad_()
+    with features(model, "pair", "last") as f:
+        model(x)
+    assert not any(tensor.requires_grad for tensor in (*f["pair"], f["last"]))
+    with features(model, "pair", "last") as f:
+        f.run(x)
+    assert not any(tensor.requires_grad for tensor in (*f["pair"], f["last"]))
+    with features(model, "last") as alone, features(model.last, "1") as whole:
+        checkpoint(model.last, x, use_reentrant=True)
+    assert not alone["last"].requires_grad
+    assert not whole["1"].requires_grad
+
+
 def test_run_keeps_nothing_of_a_forward_that_it_has_ended(x):
     passed = []
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -325,6 +326,24 @@ def test_packing_has_its_place_and_its_phase():
     assert packed == [("forward", "", ()), *again]
     packed = places("pack", lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True))
     assert set(packed[3:]) == {("backward", "", ())}
+
+
+@pytest.mark.parametrize("forward", ["two", "nested", "before the block"])
+def test_a_node_is_hooked_once_however_many_outputs_it_stands_behind(forward):
+    model, first, second = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2), torch.zeros(1, 2)
+    traced = trace(model)
+    if forward == "before the block":
+        y = model(first)
+        with traced:
+            y.sum().backward()
+    else:
+        y = model(model(first)) if forward == "nested" else model(first) + model(second)
+        y.sum().backward()
+        traced.remove()
+    ran = Counter(event.where for event in traced.events if event.kind == "Node pre-hook")
+    calls = 1 if forward == "before the block" else 2
+    assert ran["AccumulateGrad 0.weight"] == ran["AccumulateGrad 0.bias"] == 1
+    assert ran["AddmmBackward0"] == ran["ReluBackward0"] == calls
 
 
 def test_what_is_unpacked_after_the_block_is_no_event(net, batch):
