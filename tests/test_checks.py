@@ -789,6 +789,17 @@ def notes_with_slots(store):
     return pack
 
 
+def copies_kept(folder):
+    pack, unpack = n34._to_files(folder)
+    cache = []
+
+    def pack_and_keep(saved):
+        cache.append(saved.clone())
+        return pack(saved)
+
+    return pack_and_keep, unpack
+
+
 class BitsInAList:
     """A list of as many items as the tensor has elements: 8 bytes each, larger than the tensor."""
 
@@ -958,6 +969,7 @@ def clips_leaf_modules(model, bounds):
         ("33.D", n33._views(flat=lambda tensor: tensor.flatten().view(torch.uint8)), "part_only"),
         ("34.A", n34._cleaning_up_first, "touched_others"),
         ("34.A", misreads, "raised"),
+        ("34.A", copies_kept, "copy_in_memory"),
         ("34.C", n34._safe(lambda saved, least: saved.nbytes >= 4 * least), "other_threshold"),
         (
             "34.C",

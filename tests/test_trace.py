@@ -308,6 +308,7 @@ def test_a_trace_removed_inside_its_block_notes_nothing_more(net, batch):
     assert len(traced.events) == count
 
 
+@sees_new_nodes
 def test_packing_has_its_place_and_its_phase():
     model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2, requires_grad=True)
 
