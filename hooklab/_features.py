@@ -237,9 +237,8 @@ class Features(Installed, Mapping[str, Any]):
             if not called_by_itself(module):
                 running.remove(thread)  # a forward that was interrupted from the keyboard
         elif running and thread:
-            alive = set(
-                sys._current_frames()
-            )  # the threads; the frames would be kept, this one is among them
+            # Their ids alone: this frame is among the frames, and a name for them would keep them all.
+            alive = set(sys._current_frames())
             running[:] = [other for other in running if other in alive]  # the rest ended in their forwards
         if not running:
             self._forwards += 1

@@ -51,7 +51,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             )
         if not self._running[name].calls:
             missing = "output" if self.of == "output" else "gradient"
-            todo = "run the model inside the block; looked for are tensors, also in tuples, lists, dicts and dataclasses"
+            todo = "run the model inside the block (counted are tensors, also those in tuples, lists, dicts and dataclasses)"
             if self.of != "output":
                 todo = (
                     "run the model and backward() inside the block (a view that the next layer edits in place, as after "
@@ -125,13 +125,7 @@ def _hung_already(hook: Callable, tensor: Tensor, args: tuple) -> bool:
 
 
 def _row(name: str, figures: Statistics) -> tuple[str, ...]:
+    label = name or repr(name)  # '' is the model itself
     numbers = (figures.mean, figures.std, figures.min, figures.max)
     zeros = "-" if math.isnan(figures.zeros) else f"{figures.zeros:.1%}"
-    return (
-        name or "''",
-        str(figures.calls),
-        *map(short, numbers),
-        zeros,
-        str(figures.nans),
-        str(figures.infs),
-    )
+    return (label, str(figures.calls), *map(short, numbers), zeros, str(figures.nans), str(figures.infs))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hooklab._drawing import drawing
 from hooklab._saved_tensors import SavedTensors
-from hooklab._statistics import Statistics
+from hooklab._statistics import Statistics, plain
 
 __all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "shown_maps"]
 
@@ -95,11 +95,11 @@ def activations(stats: dict[str, Statistics]) -> str:
 
 def shown_maps(tensor: Tensor) -> Tensor:
     """The maps that are drawn: (maps, height, width), the first 64 of the first image."""
+    tensor = plain(tensor.detach())
     while tensor.dim() > 3:
         tensor = tensor[0]
-    tensor = tensor.detach()[None] if tensor.dim() == 2 else tensor.detach()
-    maps = tensor[:MAPS].cpu()
-    return (maps.abs() if maps.is_complex() else maps).double()
+    tensor = tensor[None] if tensor.dim() == 2 else tensor
+    return tensor[:MAPS].to("cpu", torch.float64)
 
 
 def feature_maps(maps: Tensor) -> str:

@@ -60,11 +60,8 @@ def number(function: str, name: str, value: object) -> float:
         hint = ""
         if isinstance(value, Tensor):
             hint = "; give a plain number: .item() of a tensor with one entry"
-            if function in (
-                "scale",
-                "clip",
-            ):  # perhaps what a hook is given, and the maker itself was registered
-                hint = f"; give a plain number, and register {function}(...), not {function} itself"
+        if isinstance(value, Tensor) and function in ("scale", "clip"):  # perhaps it is what a hook is given
+            hint = f"; give a plain number, and register {function}(...), not {function} itself"
         raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")
     try:
         return float(value)

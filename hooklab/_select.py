@@ -107,7 +107,7 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
         elif isinstance(pattern, type):
             found, hint = f"the class {pattern.__name__}", ", which is no nn.Module"
         elif isinstance(pattern, int | float) or callable(pattern):
-            hint = "; what is no layer is given by name, such as keep=, depth= or bins="
+            hint = "; other arguments go by name: keep=, depth=, bins="
         raise TypeError(f"{function}: expected names, patterns or Module classes, found {found}{hint}")
 
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Running", "Statistics", "short", "unbatched"]
+__all__ = ["Running", "Statistics", "plain", "short", "unbatched"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
 CHUNK = 131_072  # numbers: few calls, and 1 MiB of scratch memory for each thread
@@ -106,7 +106,7 @@ class Running:
         if tensor.requires_grad or forward_ad._current_level >= 0:
             tensor = tensor.detach()  # of its tangent, too
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
-            tensor = _plain(tensor)
+            tensor = plain(tensor)
         number = tensor.numel()
         with self._lock:
             self.calls += 1
@@ -273,7 +273,7 @@ def _holey(tensor: Tensor) -> bool:
     return tensor.layout is torch.jagged and tensor.lengths() is not None
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Numbers that can be compared: the stored entries of a nested tensor, the absolute values of a complex one."""
     if tensor.is_nested:
         tensor = (

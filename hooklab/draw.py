@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor, strided
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from hooklab import _plots, _timeline
@@ -230,7 +230,7 @@ def feature_maps(tensor: Tensor) -> Picture:
 
     Raises:
         TypeError: `tensor` is not a tensor.
-        ValueError: it has no height and width, no entries, or no values to show: on the meta device, sparse, nested.
+        ValueError: it has no height and width, or no entries; or it is nested, or on the meta device.
 
     Example:
         >>> import torch
@@ -239,15 +239,15 @@ def feature_maps(tensor: Tensor) -> Picture:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"feature_maps: expected one tensor, found {type(tensor).__name__}")
+    if tensor.is_meta or tensor.is_nested:
+        kind = "on the meta device" if tensor.is_meta else "nested"
+        raise ValueError(
+            f"feature_maps: found a tensor without maps to show, it is {kind}; give an ordinary one"
+        )
     if not 2 <= tensor.dim() <= 4 or tensor.numel() == 0:
         raise ValueError(
             f"feature_maps: expected (channels, height, width) or a batch of it, found shape {tuple(tensor.shape)}; "
             "choose a layer whose output is an image"
-        )
-    if tensor.is_meta or tensor.is_nested or tensor.layout is not strided:
-        raise ValueError(
-            f"feature_maps: found a tensor without values that can be shown ({tensor.device}, {tensor.layout}); give an "
-            "ordinary one, such as tensor.to_dense()"
         )
     maps, channels = _plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
     flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
@@ -316,7 +316,7 @@ def _counted(function: str, stats: object) -> dict[str, Statistics]:
         raise TypeError(
             f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}"
         )
-    counted = {name or "''": figures for name, figures in stats.items()}  # '' is the model itself
+    counted = {name or repr(name): figures for name, figures in stats.items()}  # '' is the model itself
     if not any(figures.count for figures in counted.values()):
         raise ValueError(
             f"{function}: nothing has been counted yet; run the model inside the block of the statistics"

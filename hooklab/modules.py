@@ -71,8 +71,7 @@ def verbose(
         two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
         that failed, the shapes it was given and the error; one that calls none of the layers has a line that says so.
         Recomputation under checkpointing is not written (except in threads that a layer starts inside a reentrant
-        one); nor is an error in a forward hook that was put
-        on the model itself later.
+        one); nor is an error in a forward hook that was put on the model itself later.
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; a layer that has no forward; `depth` is no whole number, or
@@ -121,8 +120,8 @@ def features(
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
         of all of the last forward (a layer may be called several times). A new forward of the model begins anew;
         recomputation under checkpointing is not counted (except in threads that a layer starts inside a reentrant
-        one). `f.run(*args, **kwargs)` runs the model, stops it
-        as soon as every layer has been called once, and returns `f`. Under `nn.DataParallel` give the wrapper.
+        one). `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and
+        returns `f`. Under `nn.DataParallel` give the wrapper.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the

@@ -827,7 +827,8 @@ def test_what_was_kept_can_be_pickled_and_an_overwritten_one_stays_refused(x, ke
             one["2"]
     with pytest.raises(RuntimeError, match="the hooks have been removed"):
         again.run(x)
-    assert "weight" not in str(vars(pickle.loads(pickle.dumps(f))))  # the model is not part of it
+    assert b"Linear" in pickle.dumps(model)
+    assert b"Linear" not in pickle.dumps(f)  # the model is not part of it
 
 
 def test_lines_and_figures_in_a_model_do_not_keep_it_from_being_pickled(model, x):
@@ -851,10 +852,9 @@ def test_an_output_that_is_given_a_graph_later_is_kept_without():
             return self.trained(self.frozen(x).requires_grad_())
 
     model = Embedded()
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), features(model, "frozen") as f, torch.enable_grad():
-            model(torch.ones(2, 4))
-        assert not f["frozen"].requires_grad
+    with features(model, "frozen") as f:
+        model(torch.ones(2, 4))
+    assert not f["frozen"].requires_grad
 
 
 def test_what_a_reentrant_checkpoint_returns_is_kept_without_its_graph(x):

@@ -92,8 +92,8 @@ def test_a_compiled_model_is_searched_inside(model):
         (("nothing*.x",), KeyError, ["no layer matches", "close: "]),
         ((nn.Conv3d,), KeyError, ["no layer matches class Conv3d", "Conv2d"]),
         ((["fc", "relu"],), TypeError, ["found list", "*names"]),
-        ((3,), TypeError, ["found int; what is no layer is given by name, such as keep=, depth= or bins="]),
-        (("fc", print), TypeError, ["found builtin_function_or_method; what is no layer is given by name"]),
+        ((3,), TypeError, ["found int; other arguments go by name: keep=, depth=, bins="]),
+        (("fc", print), TypeError, ["found builtin_function_or_method; other arguments go by name"]),
         ((torch.Tensor,), TypeError, ["found the class Tensor, which is no nn.Module"]),
     ],
 )

@@ -37,7 +37,17 @@ from torch.nn.modules import module as modules
 from hooklab._agree import agree, as_meant, shown
 from hooklab._message import Message
 
-__all__ = ["Exercise", "Prediction", "Refused", "exercise", "expect_like", "predict", "refuse", "within"]
+__all__ = [
+    "Exercise",
+    "Prediction",
+    "Refused",
+    "exercise",
+    "expect_like",
+    "predict",
+    "refuse",
+    "said",
+    "within",
+]
 
 
 @dataclass(frozen=True)

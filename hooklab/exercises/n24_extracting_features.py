@@ -179,18 +179,22 @@ def _examine_feature_value(got, want):
             "them.",
         )
     expect_like(got, want, "返回值", "what is returned")
-    if got.requires_grad and got.is_leaf:
-        refuse(
-            "requires_grad",
-            zh="数值对了，也没有连着计算图，可是这个张量自己的 `requires_grad` 是 `True`。留 `False` 就好。",
-            en="The values are right and no graph is attached, but the tensor's own `requires_grad` is `True`. Leave it `False`.",
-        )
+    _examine_leaf(got)
     if got.requires_grad:
         refuse(
             "keeps_graph",
             zh="数值对了，但返回的张量还连着计算图，前面各层的输出都跟着留在内存里。",
             en="The values are right, but the tensor is still attached to the graph, and the outputs of the layers before stay "
             "in memory with it.",
+        )
+
+
+def _examine_leaf(got):
+    if got.requires_grad and got.is_leaf:
+        refuse(
+            "requires_grad",
+            zh="数值对了，也没有连着计算图，可是这个张量自己的 `requires_grad` 是 `True`。留 `False` 就好。",
+            en="The values are right and no graph is attached, but the tensor's own `requires_grad` is `True`. Leave it `False`.",
         )
 
 
@@ -608,12 +612,7 @@ def _examine_embedding(got, want, ruined):
             en="These are the means after ReLU: by the time you took the mean, the output of `norm` had been overwritten.",
         )
     expect_like(got, want, "返回值", "what is returned")
-    if got.requires_grad and got.is_leaf:
-        refuse(
-            "requires_grad",
-            zh="数值对了，也没有连着计算图，可是这个张量自己的 `requires_grad` 是 `True`。留 `False` 就好。",
-            en="The values are right and no graph is attached, but the tensor's own `requires_grad` is `True`. Leave it `False`.",
-        )
+    _examine_leaf(got)
     if got.requires_grad:
         refuse(
             "keeps_graph",

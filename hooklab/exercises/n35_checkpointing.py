@@ -280,7 +280,7 @@ def examine_faithful(answer):
 
 
 def _examine_by_hand(answer):
-    """torch's checkpoint saves its input where the hooks outside see it (section 2); by hand they see nothing."""
+    """In torch's checkpoint the innermost hooks, while the block runs, are torch's own; by hand they are the learner's."""
     packs, (block, x) = [], _new(dropout=True)
     with block.register_forward_pre_hook(lambda *args: packs.append(outer_hooks())):
         answer(block, x)
