@@ -125,9 +125,8 @@ def ask(page, function: str, argument=None):
     try:
         return page.evaluate(asked, argument)
     except Error as error:
-        if "collected" not in str(error) or not function.startswith(
-            "async"
-        ):  # those that wait may be asked twice
+        waits = function.startswith("async")  # and does nothing that must not be done twice
+        if not (waits and "collected" in str(error)):
             raise
     return page.evaluate(asked, argument)
 
