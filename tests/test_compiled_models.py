@@ -3,9 +3,12 @@
 Mostly the eager backend, without the time that generating code takes.
 """
 
+import logging.handlers
+
 import pytest
 import torch
 from models import mlp
+from torch import nn
 
 from hooklab import features, layer_statistics, no_leftovers, trace, verbose, with_grad
 
@@ -21,6 +24,15 @@ def _fresh():
 def model():
     torch.manual_seed(0)
     return mlp(4, 5, 2)
+
+
+@pytest.fixture
+def complaints():
+    """What the compiler writes to its log, as about something in a hook that it cannot compile."""
+    handler = logging.handlers.BufferingHandler(1_000)
+    logging.getLogger("torch._dynamo").addHandler(handler)
+    yield handler.buffer
+    logging.getLogger("torch._dynamo").removeHandler(handler)
 
 
 @pytest.fixture
@@ -55,6 +67,26 @@ def test_statistics_asked_for_before_compiling_are_counted(model, x):
     assert [figures.calls for figures in stats.values()] == [2, 2, 2]
     assert stats["1"].mean == pytest.approx(model[:2](x).double().mean().item())
     assert [figures.calls for figures in grads.values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rows", [3, 1_000, 60_000])
+@pytest.mark.parametrize("of", ["output", "grad_output"])
+def test_statistics_of_a_compiled_model_are_those_of_the_model(backend, rows, of, complaints):
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.ReLU(), nn.Linear(5, 2))
+
+    def counted(called, stats):
+        with torch.random.fork_rng(), stats:
+            torch.manual_seed(1)
+            called(torch.randn(rows, 4)).square().sum().backward()
+        return dict(stats)
+
+    stats = layer_statistics(model, "*", of=of, bins=4)
+    found = counted(torch.compile(model, backend=backend), stats)
+    assert found == counted(model, layer_statistics(model, "*", of=of, bins=4))
+    assert len(found) == 4
+    assert 0 < found["1"].zeros < 1
+    assert not complaints
 
 
 def test_lines_asked_for_before_compiling_are_written(model, x):
@@ -119,8 +151,8 @@ def test_versions_are_not_taken_for_constants(mode, x):
 
 @pytest.mark.parametrize("how", ["of the instance", "of the class"])
 def test_a_forward_that_is_compiled_is_announced(x, how):
-    class Net(torch.nn.Sequential):
-        forward = torch.compile(torch.nn.Sequential.forward, backend="eager")
+    class Net(nn.Sequential):
+        forward = torch.compile(nn.Sequential.forward, backend="eager")
 
     model = Net(*mlp(4, 5, 2)) if how == "of the class" else mlp(4, 5, 2)
     if how == "of the instance":
