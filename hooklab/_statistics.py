@@ -95,16 +95,19 @@ class Running:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
-    def add(self, tensor: Tensor, unwrapped: bool = False) -> None:
+    def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
         if is_compiling():
-            self._add_untraced(tensor)
-            return
+            self._count_untraced(tensor)
+        else:
+            self._count_entries(tensor)
+
+    def _count_entries(self, tensor: Tensor, unwrapped: bool = False) -> None:
         if not unwrapped and peek_interpreter_stack() is not None:  # inside grad, vmap, jvp of torch.func
             while is_functorch_wrapped_tensor(tensor):
                 tensor = get_unwrapped(tensor)
             with torch._C._DisableFuncTorch(), torch.no_grad():
-                self.add(tensor.detach(), unwrapped=True)
+                self._count_entries(tensor.detach(), unwrapped=True)
             return
         if tensor.requires_grad or forward_ad._current_level >= 0:
             tensor = tensor.detach()  # of its tangent, too
@@ -129,7 +132,8 @@ class Running:
             if self._staged_count >= STAGED:
                 self._unstage()
 
-    _add_untraced = torch._disable_dynamo(add)  # a compiler would keep apart memory that is one
+    # A compiler would not see that two names stand for the same memory.
+    _count_untraced = torch._disable_dynamo(_count_entries)
 
     def read(self) -> Statistics:
         """The figures so far; on a GPU this waits for it."""
