@@ -12,8 +12,10 @@ from playwright.sync_api import expect
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-LABELS = {"both": "双语", "zh": "中文", "en": "English"}  # in the order in which the button goes round
+LABELS = {"both": "双语 Both", "zh": "中文", "en": "English"}  # in the order in which the button goes round
 MESSAGE = '<div class="hooklab-message hooklab-{0}"><div lang="zh">对了：{0}</div><div lang="en">Right: {0}</div></div>'
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="70" height="70"><script>alert("it runs")</script></svg>'
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,10 @@ def wanted(items, first):
 
 @pytest.fixture(scope="module")
 def untrusted(folder, page):
-    """A notebook that nobody has run on this server, with prose and with messages of checks."""
+    """A notebook that nobody has run on this server, with prose, with messages of checks and with a picture."""
     content = read(NOTEBOOKS[0])
     data = [{"text/html": MESSAGE.format(kind)} for kind in ("right", "wrong", "todo", "note")]
+    data.append({"image/svg+xml": SVG, "text/plain": "x (3) -> AccumulateGrad"})
     outputs = [{"output_type": "display_data", "metadata": {}, "data": each} for each in data]
     cell = {"cell_type": "code", "id": "messages", "metadata": {}, "source": "", "execution_count": 1}
     content["cells"].append(cell | {"outputs": outputs})
@@ -109,8 +112,17 @@ def test_the_toolbar_button_switches_prose_and_messages(untrusted, page):
     choose(page, "both")
     for language in ("both", "zh", "en", "both"):
         expect_language(page, language)
-        assert "·" in button(page).get_attribute("title")
+        now, then = {"both": ("both languages", "Chinese only"), "zh": ("Chinese only", "English only")}.get(
+            language, ("English only", "both languages")
+        )
+        assert f"Now: {now}; click for: {then}" in button(page).get_attribute("title")
         button(page).click()
+
+
+def test_a_picture_is_drawn_before_anyone_has_run_it(untrusted, page):
+    image = page.locator(".jp-NotebookPanel:visible .jp-RenderedSVG img")
+    expect(image).to_have_attribute("alt", "x (3) -> AccumulateGrad")
+    assert image.evaluate("async it => { await it.decode(); return it.naturalWidth; }") == 70
 
 
 def test_the_palette_offers_the_languages_and_ticks_the_one_in_use(untrusted, page):
@@ -168,6 +180,32 @@ def test_every_open_notebook_follows(untrusted, page, folder):
         buttons = page.locator('[data-command="hooklab:language-next"]')
         assert buttons.count() >= 2
         expect(buttons).to_have_text([LABELS[language]] * buttons.count())
+
+
+@pytest.mark.parametrize("mode", ["none", "contentVisibility"])
+@pytest.mark.parametrize("stem", ["12_changing_gradients", "33_offloading_to_cpu"])
+def test_the_reader_stays_at_the_same_cell(page, folder, mode, stem):
+    mode_of = "(app, { content }, mode) => { content.notebookConfig = { ...content.notebookConfig, windowingMode: mode }; }"
+    scroll = "(app, { content }) => { content.outerNode.scrollTop = content.outerNode.scrollHeight / 3; }"
+    begin = """(app, { content }) => content.widgets.map(
+      ({ node }) => node.getBoundingClientRect().top - content.outerNode.getBoundingClientRect().top)"""
+    choose(page, "both")
+    lab.open_notebook(page, f"{stem}.ipynb")
+    page.set_viewport_size(lab.PAGE)
+    for step in (mode_of, scroll):
+        lab.ask(page, step, mode)
+        page.wait_for_timeout(500)  # ms: the time to draw what has come into view
+    for language in ("zh", "en", "both"):
+        before = lab.ask(page, begin)
+        first = next(
+            number for number, top in enumerate(before) if top >= 0
+        )  # the first that begins in the window
+        assert first > 5
+        button(page).click()
+        page.wait_for_timeout(500)
+        assert abs(lab.ask(page, begin)[first] - before[first]) < 3, language
+    page.set_viewport_size(lab.VIEWPORT)
+    lab.close_notebook(page)
 
 
 def test_every_cell_runs_and_shows_what_is_stored(notebook, page):

@@ -1,4 +1,4 @@
-// The language switch: 中文, English or both, in every notebook at once.
+// The language switch: 中文, English or both, in every notebook at once. And pictures for those who only read.
 //
 // JupyterLab (and Notebook 7) runs this file as it stands, there is no build step. A prebuilt extension is an
 // object in window._JUPYTERLAB: init() receives the modules that JupyterLab shares, get() hands over the plugin.
@@ -8,9 +8,9 @@
 
   const KEY = "hooklab-language"; // in localStorage
   const LANGUAGES = {
-    zh: { button: "中文", command: "只看中文", now: "现在只看中文 · Chinese only" },
-    en: { button: "English", command: "English only", now: "现在只看英文 · English only" },
-    both: { button: "双语", command: "双语 Both", now: "现在中英对照 · Both languages" },
+    zh: { button: "中文", command: "只看中文", chinese: "只看中文", english: "Chinese only" },
+    en: { button: "English", command: "English only", chinese: "只看英文", english: "English only" },
+    both: { button: "双语 Both", command: "双语 Both", chinese: "中英对照", english: "both languages" },
   };
   const NAMES = Object.keys(LANGUAGES);
 
@@ -35,7 +35,41 @@
   let current;
   function show(name) {
     current = name;
+    const mend = keepPlace();
     document.documentElement.dataset.hooklabLanguage = name;
+    mend();
+  }
+
+  // The topmost cell of each notebook stays where it is, while the prose above it grows or shrinks. For a moment:
+  // JupyterLab learns how high a cell is when it draws it.
+  function keepPlace() {
+    const places = [];
+    for (const scroller of document.querySelectorAll(".jp-Notebook .jp-WindowedPanel-outer")) {
+      const { top, height } = scroller.getBoundingClientRect();
+      const cells = [...scroller.querySelectorAll(".jp-Cell")];
+      const cell = cells.find((it) => it.getBoundingClientRect().top >= top - 1) ?? cells.at(-1);
+      if (height && cell) places.push([scroller, cell, cell.getBoundingClientRect().top]);
+    }
+    const end = performance.now() + 300; // ms
+    return function mend() {
+      for (const [scroller, cell, before] of places) {
+        scroller.scrollTop += cell.getBoundingClientRect().top - before;
+      }
+      if (places.length && performance.now() < end) requestAnimationFrame(mend);
+    };
+  }
+
+  // JupyterLab shows an SVG only once its cell has run here, and says nothing of it to a screen reader. Here it is
+  // an <img>, as there, in which no script runs; its alt text is the text beside it in the output.
+  function drawAlways(registry, { svgRendererFactory, RenderedSVG }) {
+    class Picture extends RenderedSVG {
+      async render({ data, metadata }) {
+        await super.render({ data, metadata, trusted: true });
+        this.node.querySelector("img")?.setAttribute("alt", data["text/plain"] ?? "");
+      }
+    }
+    const createRenderer = (options) => new Picture(options);
+    registry.addFactory({ ...svgRendererFactory, safe: true, createRenderer });
   }
 
   // At once, before the first notebook is drawn.
@@ -69,7 +103,10 @@
     const next = () => NAMES[(NAMES.indexOf(current) + 1) % NAMES.length];
     app.commands.addCommand("hooklab:language-next", {
       label: ({ toolbar }) => (toolbar ? LANGUAGES[current].button : "换一种语言 Next language"),
-      caption: () => `${LANGUAGES[current].now}\n点击：${LANGUAGES[next()].command} · click to change`,
+      caption: () => {
+        const [now, then] = [LANGUAGES[current], LANGUAGES[next()]];
+        return `现在${now.chinese}；点击：${then.chinese}\nNow: ${now.english}; click for: ${then.english}`;
+      },
       execute: () => choose(next()),
     });
     palette?.addItem({ command: "hooklab:language-next", category });
@@ -83,14 +120,15 @@
     });
   }
 
-  // The palette is asked for by a token object, which lives in a module that JupyterLab shares: {version: {get}}.
+  // What JupyterLab offers is asked for by token objects, which live in modules that it shares: {version: {get}}.
   let shared = {};
-  async function paletteToken() {
+  async function moduleOf(name) {
     try {
-      const [newest] = Object.values(shared["@jupyterlab/apputils"]).reverse();
-      return (await newest.get())().ICommandPalette;
+      const [newest] = Object.values(shared[name]).reverse();
+      return (await newest.get())();
     } catch (error) {
-      console.warn("hooklab: no entries in the command palette, the commands work all the same", error);
+      console.warn(`hooklab: goes on without ${name}`, error);
+      return {};
     }
   }
 
@@ -99,9 +137,16 @@
       shared = scope;
     },
     async get() {
-      const token = await paletteToken();
-      const plugin = { id: "hooklab:plugin", autoStart: true, optional: token ? [token] : [], activate };
-      return () => ({ __esModule: true, default: plugin });
+      const { ICommandPalette } = await moduleOf("@jupyterlab/apputils");
+      const rendermime = await moduleOf("@jupyterlab/rendermime");
+      const plugin = (id, token, activate) => ({ id, autoStart: true, optional: token ? [token] : [], activate });
+      const plugins = [
+        plugin("hooklab:plugin", ICommandPalette, activate),
+        plugin("hooklab:pictures", rendermime.IRenderMimeRegistry, (_, registry) => {
+          if (registry) drawAlways(registry, rendermime);
+        }),
+      ];
+      return () => ({ __esModule: true, default: plugins });
     },
   };
 })();
