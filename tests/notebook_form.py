@@ -1,6 +1,7 @@
 """The normal form of a notebook: what `make refresh` writes and the tests demand."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ NOTEBOOK_METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+SCREEN, PICTURE = 24, 14  # lines of code: so many fit on a slide below its prose, so many are as high as a picture
 CELL_METADATA = ("minutes", "slideshow", "sources", "tags")
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 
@@ -77,14 +79,47 @@ def pictures(cell: Cell) -> list[str]:
     return [mime for output in cell.outputs for mime in output.get("data", {}) if mime.startswith("image/")]
 
 
+def slide_types(notebook: NotebookNode) -> Iterator[str | None]:
+    """For a lecture: how each cell stands on the slides. None: below the one before it.
+
+    A section is a column of slides. One ends where prose begins again, where the class has to guess, and between
+    pieces of code that are more than a screen together.
+    """
+    before, height = None, 0
+    for cell in cells(notebook):
+        if "solution" in cell.tags:
+            yield "skip"
+            continue
+        if not cell.is_code and re.match(r"##? ", cell.source):
+            kind = "slide"
+        elif before and before.is_code:
+            guessed, full = before.source.startswith("guess = "), height + lines(cell) > SCREEN
+            kind = "subslide" if not cell.is_code or guessed or full else None
+        else:
+            kind = None
+        height = lines(cell) + (height if kind is None else 0)
+        yield kind
+        before = cell
+
+
+def lines(cell: Cell) -> int:
+    """About how high the code of a cell and its outputs are."""
+    shown = cell.source if cell.is_code else ""
+    printed = sum(text.count("\n") + 1 for output in cell.outputs for text in texts(output))
+    return shown.count("\n") + 1 + (PICTURE if pictures(cell) else printed)
+
+
 def normalise(notebook: NotebookNode) -> NotebookNode:
     """Put `notebook` into normal form, in place: only what a reader or a test needs."""
     notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
     count = 0
-    for node in notebook.cells:
+    for node, kind in zip(notebook.cells, slide_types(notebook), strict=True):
+        node.metadata["slideshow"] = {"slide_type": kind}
         node.metadata = nbformat.from_dict(
             {key: node.metadata[key] for key in CELL_METADATA if key in node.metadata}
         )
+        if kind is None:
+            del node.metadata["slideshow"]
         node.source = node.source.strip("\n")
         if node.cell_type == "code":
             count += 1

@@ -226,10 +226,9 @@ def practice(notebook: Notebook) -> Iterator[str]:
 
 
 def slides(notebook: Notebook) -> Iterator[str]:
-    for cell in notebook.cells:
-        begins = not cell.is_code and re.match(r"##? ", cell.source)
-        if begins and cell.node.metadata.get("slideshow", {}).get("slide_type") != "slide":
-            yield f"{cell.id}: a heading begins a slide; set slideshow.slide_type"
+    for cell, wanted in zip(notebook.cells, notebook_form.slide_types(notebook.node), strict=True):
+        if cell.node.metadata.get("slideshow", {}).get("slide_type") != wanted:
+            yield f"{cell.id}: on the slides it should be {wanted or 'below the cell before it'}; run `make refresh`"
 
 
 def _states_facts(cell: Cell) -> bool:

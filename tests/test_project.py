@@ -182,13 +182,14 @@ def test_the_map_links_to_every_notebook_there_is():
 
 
 @pytest.mark.parametrize("stem", sorted(CHAPTERS))
-def test_a_notebook_converts_to_slides_with_a_slide_for_every_section(stem):
+def test_a_notebook_converts_to_slides_with_a_column_for_every_section(stem):
     source = notebook_form.NOTEBOOKS / f"{stem}.ipynb"
     html, _ = SLIDES.from_filename(str(source))
     cells = notebook_form.cells(notebook_form.read(source))
-    headings = [cell for cell in cells if re.match("##? ", cell.source)]
-    # Two nested <section> elements per slide, one above the other.
-    assert html.count("<section>") >= 2 * len(headings) > 10
+    kinds = [cell.node.metadata.get("slideshow", {}).get("slide_type") for cell in cells]
+    assert kinds.count("slide") > 5
+    # A <section> for each column, and in it one for each slide.
+    assert html.count("<section>") == 2 * kinds.count("slide") + kinds.count("subslide")
     assert "from hooklab import lesson" in re.sub("<[^>]+>", "", html)
     drawn = [output for cell in cells for output in cell.outputs if "image/svg+xml" in output.get("data", {})]
     assert len(re.findall(r'<div class="jp-RenderedSVG [^>]*>\s*<img', html)) == len(drawn)
