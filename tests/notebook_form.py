@@ -16,7 +16,10 @@ NOTEBOOK_METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-SCREEN, PICTURE = 24, 14  # lines of code: so many fit on a slide below its prose, so many are as high as a picture
+SCREEN, PICTURE = (
+    24,
+    14,
+)  # lines of code: so many fit on a slide below its prose, so many are as high as a picture
 CELL_METADATA = ("minutes", "slideshow", "sources", "tags")
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 

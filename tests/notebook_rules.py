@@ -103,7 +103,9 @@ def code_length(notebook: Notebook) -> Iterator[str]:
 
 def machine_traces(notebook: Notebook) -> Iterator[str]:
     for cell in notebook.code:
-        for text in [text for output in cell.outputs for text in notebook_form.texts(output)]:
+        texts = [text for output in cell.outputs for text in notebook_form.texts(output)]
+        drawn = [output.get("data", {}).get("image/svg+xml", "") for output in cell.outputs]
+        for text in texts + drawn:
             if found := MACHINE.search(text):
                 yield f"{cell.id}: the output holds {found[0]!r}, which differs from machine to machine"
 
@@ -149,6 +151,8 @@ def tags(notebook: Notebook) -> Iterator[str]:
     for cell in notebook.cells:
         if unknown := set(cell.tags) - TAGS:
             yield f"{cell.id}: unknown tags {sorted(unknown)}; known: {sorted(TAGS)}"
+        if "nbval-ignore-output" in cell.tags and not re.search(r"perf_counter|getsource", cell.source):
+            yield f"{cell.id}: measures nothing, so its output should be compared; take off nbval-ignore-output"
         if cell.is_code and re.search(r"#\s*(NBVAL|PYTEST_VALIDATE)", cell.source):
             yield f"{cell.id}: a comment switches the comparison of its output off"
 

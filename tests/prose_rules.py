@@ -47,7 +47,7 @@ def two_languages(notebook) -> Iterator[str]:
 def punctuation(notebook) -> Iterator[str]:
     """After Chinese it is full-width."""
     for cell, zh, _ in _pairs(notebook):
-        text = SPAN.sub("", FENCE.sub("", LINK.sub("", zh)))
+        text = SPAN.sub("码", FENCE.sub("", LINK.sub("", zh)))
         if found := re.search(r".{0,4}[\u4e00-\u9fff](?:[,;:!?(]|\.(?!\w))", text):
             yield f"{cell.id}: {found[0]!r} has half-width punctuation after Chinese"
 
@@ -118,8 +118,10 @@ def glossary(notebook) -> Iterator[str]:
                 yield f"{cell.id}: the Chinese says {term['zh'][0]!r}, the English does not say {' / '.join(term['en'])!r}"
             if in_en and not in_zh:
                 yield f"{cell.id}: the English says {term['en'][0]!r}, the Chinese does not say {' / '.join(term['zh'])!r}"
-    everything = "\n".join(zh for _, zh, _ in _pairs(notebook))
+    everything = "\n".join(zh for cell, zh, _ in _pairs(notebook) if cell.id != "next")  # titles of others
     for term in terms():
+        if notebook.stem < term["first"] and term["zh"][0] in everything:
+            yield f"{term['zh'][0]}: used before {term['first']}, where the English word is given"
         chinese, given = term["zh"][0], f"{term['zh'][0]}（{term['en'][0]}）"
         at = everything.find(chinese)
         if term["first"] == notebook.stem and not everything.startswith(given, at if at >= 0 else None):

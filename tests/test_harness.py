@@ -93,6 +93,12 @@ RULE_DAMAGES = {
         lambda notebook: stream(notebook, "retain-run").update(text="<function f at 0x7f2f4c0d3e20>\n"),
         notebook_rules.machine_traces,
     ),
+    "an address in a picture": (
+        lambda notebook: (
+            cell(notebook, "graph-draw").outputs[0].data.update({"image/svg+xml": "<svg>0x7f2f4c0d3e20</svg>"})
+        ),
+        notebook_rules.machine_traces,
+    ),
     "too many decimals": (
         lambda notebook: stream(notebook, "retain-run").update(text="0.123456\n"),
         notebook_rules.decimals,
@@ -162,6 +168,18 @@ RULE_DAMAGES = {
     "Markdown where it is not rendered": (
         lambda notebook: replace(notebook, "when-not", "<summary>", "<summary>`code` ", "en"),
         prose_rules.folds,
+    ),
+    "an output that is not compared": (
+        lambda notebook: cell(notebook, "retain-run").metadata.update(tags=["nbval-ignore-output"]),
+        notebook_rules.tags,
+    ),
+    "a term before the English word is given": (
+        lambda notebook: replace(notebook, "kept-where", "</div>", "检查点\n\n</div>", "zh"),
+        prose_rules.glossary,
+    ),
+    "a half-width comma behind code": (
+        lambda notebook: replace(notebook, "kept-where", "\n\n</div>", "`x`, 然后\n\n</div>", "zh"),
+        prose_rules.punctuation,
     ),
     "a heading that begins no slide": (
         lambda notebook: cell(notebook, "kept-where").metadata.pop("slideshow"),

@@ -547,6 +547,15 @@ def test_under_forward_mode_derivatives_the_values_are_counted(number):
     assert tangent is not None
 
 
+def test_a_later_layer_in_place_does_not_change_what_was_counted():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True)), torch.randn(8, 4)
+    with layer_statistics(model, "0") as stats, torch.no_grad():
+        model(x)
+    assert stats["0"].min == model[0](x).min().item()
+    assert stats["0"].min < 0
+
+
 def test_fake_tensors_are_counted_without_figures_and_spoil_nothing():
     model = nn.Linear(100, 90)
     x = torch.randn(99, 100)

@@ -65,6 +65,10 @@ def test_a_readme_gives_the_two_commands_and_every_notebook(readme):
     assert "make lab\n" in text
     assert "make test\n" in text
     assert set(re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", text)) == CHAPTERS
+    minutes = dict(re.findall(r"\]\(notebooks/(\w+)\.ipynb\) .*\| (\d+) \|$", text, re.MULTILINE))
+    for stem in CHAPTERS:
+        cells = notebook_form.read(notebook_form.NOTEBOOKS / f"{stem}.ipynb").cells
+        assert sum(cell.metadata.get("minutes", 0) for cell in cells) == int(minutes[stem]), stem
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,11 @@ def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(pai
     for pattern in (r"```\w*\n.*?```", r"^#+ ", r"^\|", r"^!\["):
         left, right = (re.findall(pattern, text, re.DOTALL | re.MULTILINE) for text in (english, chinese))
         assert left == right, pattern
-    assert len(re.findall("`[^`]+`", english)) > 10
+    prose = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for text in (english, chinese)]
+    for pattern in (r"`([^`\n]+)`", r"\d+(?:[.,]\d+)*"):
+        left, right = (sorted(re.findall(pattern, text)) for text in prose)
+        assert left == right, pattern
+        assert len(left) > 10
 
 
 def test_every_target_of_the_makefile_that_a_readme_names_exists():
@@ -99,7 +107,7 @@ def test_an_inventory_entry_belongs_to_one_notebook_and_is_listed_once():
     ids = [
         source for entry in sources_table.entries() for source in (entry["id"], entry.get("also")) if source
     ]
-    assert len(ids) == len(set(ids)) > 60
+    assert len(ids) == len(set(ids)) == 75
     planned = {stem[:2]: stem for stem in (entry["notebook"] for entry in sources_table.entries())}
     assert all(planned.get(stem[:2], stem) == stem for stem in CHAPTERS), (
         "a notebook is named otherwise than planned"

@@ -77,6 +77,9 @@ def compare_forwards(title: str, build: Callable, rounds: int, repeat: int, copi
         "hooklab features": hooked(features),
         "hooklab layer_statistics": hooked(layer_statistics),
         "hooklab verbose": hooked(partial(verbose, write=[].append)),
+        "hooklab verbose, every module": lambda model, *_: hooked(partial(verbose, write=[].append))(
+            model, ["", "**"], x
+        ),
         **PEERS,
     }
     contenders: dict[tuple[str, int], Callable] = {}
@@ -122,6 +125,8 @@ def compare_forwards(title: str, build: Callable, rounds: int, repeat: int, copi
     if "torchinfo" in seconds:
         ratio = (seconds["hooklab verbose"] - plain) / (seconds["torchinfo"] - plain)
         kept.append(report("overhead of verbose to a list / overhead of torchinfo", ratio, 0.1))
+        ratio = (seconds["hooklab verbose, every module"] - plain) / (seconds["torchinfo"] - plain)
+        print(f"the same of every module, as torchinfo does (no budget) {ratio:13.3f} x")
     return kept
 
 

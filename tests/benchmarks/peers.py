@@ -1,6 +1,7 @@
 """The same task done by others: keep the output of every named layer in one forward.
 
-Each function returns a callable that runs one forward, or None where the package is not installed.
+Each function returns a callable that runs one forward, and raises ModuleNotFoundError where its package is missing;
+the two by hand also return what removes their hooks.
 """
 
 import importlib
