@@ -95,6 +95,10 @@ class Features(Installed, Mapping[str, Any]):
         alone = {name: list(numbered(calls)) for name, calls in state["_alone"].items()}
         vars(self).update(state, _log=deque(numbered(state["_log"])), _alone=alone)
 
+    def remove(self) -> None:
+        super().remove()
+        self._no_shortcuts()  # a copy of the model still has hooks, and a forward may have been interrupted
+
     @property
     def calls(self) -> Mapping[str, list[Any]]:
         return Calls(self)
@@ -107,26 +111,33 @@ class Features(Installed, Mapping[str, Any]):
             would have returned is not there, and later layers have not run.
 
         Raises:
-            RuntimeError: the hooks have been removed.
+            RuntimeError: the hooks have been removed, or another thread is in `run` of this object.
         """
         if not self._handles:
             raise RuntimeError(
                 "features.run: the hooks have been removed; call run inside the block, or make new features"
             )
+        if self._thread not in (0, get_ident()) and self._thread in sys._current_frames():
+            raise RuntimeError(
+                "features.run: a run in another thread has not ended; each thread needs features of its own"
+            )
         self._wanted.update(self._first.values())
         self._thread = get_ident()
         self._no_shortcuts()
-        # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
-        stops = [module.register_forward_hook(self._stop) for module, _ in self._groups]
+        own = len(self._handles)
         try:
+            # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
+            for module, _ in self._groups:
+                self._handles.append(module.register_forward_hook(self._stop))
             self._model(*args, **kwargs)
         except Exception as error:
             if not self._ended(error):
                 raise
         finally:
             self._wanted.clear()
-            for stop in stops:
-                stop.remove()
+            while len(self._handles) > own:
+                self._handles.pop().remove()
+            self._thread = 0
         return self
 
     def _ended(self, error: BaseException | None) -> bool:
@@ -238,8 +249,10 @@ class Features(Installed, Mapping[str, Any]):
                 running.remove(thread)  # a forward that was interrupted from the keyboard
         elif running and thread:
             # Their ids alone: this frame is among the frames, and a name for them would keep them all.
-            alive = set(sys._current_frames())
-            running[:] = [other for other in running if other in alive]  # the rest ended in their forwards
+            noted, alive = tuple(running), set(sys._current_frames())  # a thread may begin in between
+            for other in noted:
+                if other not in alive and other in running:
+                    running.remove(other)  # it ended in its forward
         if not running:
             self._forwards += 1
             self._log.clear()

@@ -68,6 +68,10 @@ class SavedTensors(Sequence[SavedTensor]):
         self._numbers = itertools.count(1)
         self._contexts: ExitStack | None = None  # while the block is open
 
+    def __reduce__(self) -> Any:
+        """What was recorded can be copied and pickled, as a part of a model perhaps; the block stays where it is."""
+        return _recorded, (list(self._records), list(self._log))
+
     # ---- what a reader asks for ----
 
     @property
@@ -216,14 +220,23 @@ class Saved:
         self.log.append((self.record, -1))
 
 
+def _recorded(records: list[SavedTensor], log: list[tuple[SavedTensor, int]]) -> SavedTensors:
+    saved = SavedTensors(None)
+    saved._records, saved._log = records, log
+    return saved
+
+
 def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
     """A pair of hooks. Autograd keeps both with the graph, which must not keep the model: a result may be its attribute."""
     outer = _packing.outer_hooks() or (_packing.hold, _packing.unhold)
 
-    def pack(tensor: Tensor) -> Saved:
-        return of[0]._record(tensor, outer[0](tensor))
+    def pack(tensor: Tensor) -> Any:
+        content = outer[0](tensor)
+        return of[0]._record(tensor, content) if of else content  # contexts may be left in another order
 
-    def unpack(saved: Saved) -> Tensor:
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, Saved):
+            return outer[1](saved)
         if NODE_CREATION_HOOK is None and not saved.record.operation:
             node = torch._C._current_autograd_node()  # None outside backward
             saved.record.operation = "" if node is None else node.name()

@@ -195,11 +195,20 @@ class Segments:
     """The Sequentials that run in segments: what `checkpoint_segments` returns."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
-        self._switched = _checked(model, plan)
-        for name, module in self._switched.items():
-            kind = type(module)
-            facts = {"_hooklab_kind": kind, "_hooklab_blocks": plan[name], "_hooklab_called": []}
-            module.__class__ = type(kind.__name__, (Segmented, kind), facts)
+        self._switched: dict[str, nn.Sequential] = {}
+        try:
+            for name, module in _checked(model, plan).items():
+                kind = type(module)
+                facts = {"_hooklab_kind": kind, "_hooklab_blocks": plan[name], "_hooklab_called": []}
+                module.__class__ = type(kind.__name__, (Segmented, kind), facts)
+                self._switched[name] = module
+        except BaseException:
+            self.remove()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model is an ordinary one: the copy of its handle has nothing to switch back."""
+        return {"_switched": {}}
 
     def remove(self) -> None:
         """Let the Sequentials run as before. Twice is harmless."""

@@ -1,7 +1,9 @@
 """Statistics of tensors that stream by: no tensor is kept, and a GPU is never waited for until one reads."""
 
 import math
+import os
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +80,10 @@ class Running:
     def __init__(self, bins: int, range: tuple[float, float]):
         self.calls = 0
         self._bins, self._range = bins, range
-        self._lock = threading.Lock()  # replicas on several GPUs add from several threads
+        # Replicas on several GPUs add from several threads; a signal handler or a finalizer comes in between.
+        self._lock = threading.RLock()
+        self._busy = False  # in the middle of measuring: what comes then waits among the staged
+        _all.add(self)
         self._count = 0
         self._staged: list[Tensor] = []
         self._staged_count = 0
@@ -90,10 +95,13 @@ class Running:
         self._calls_per_row, self._row_calls = 1, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None}
+        with self._lock:
+            lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
+            return {**vars(self), **lists, "_lock": None, "_busy": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.RLock())
+        _all.add(self)
 
     def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
@@ -123,14 +131,18 @@ class Running:
                 self._add_to_histogram(tensor)
             if number == 0:
                 return
-            if number >= STAGED:
+            if number < STAGED or self._busy:
+                self._staged.append(tensor.clone())
+                self._staged_count += number
+                if self._staged_count >= STAGED:
+                    self._unstage()
+                return
+            self._busy = True
+            try:
                 if number > CHUNK or not (tensor.is_cpu and tensor.is_contiguous() and self._fast(tensor)):
                     self._measure(tensor)
-                return
-            self._staged.append(tensor.clone())
-            self._staged_count += number
-            if self._staged_count >= STAGED:
-                self._unstage()
+            finally:
+                self._busy = False
 
     # A compiler would not see that two names stand for the same memory.
     _count_untraced = torch._disable_dynamo(_count_entries)
@@ -139,7 +151,8 @@ class Running:
         """The figures so far; on a GPU this waits for it."""
         with self._lock:
             self._unstage()
-            self._fetch()
+            if not self._busy:
+                self._fetch()
             low, high = (self._min, self._max) if self._finite else (math.nan, math.nan)
             mean = self._mean if self._finite else math.nan
             std = math.sqrt(self._spread / (self._finite - 1)) if self._finite > 1 else math.nan
@@ -153,7 +166,10 @@ class Running:
     # ---- the figures ----
 
     def _unstage(self) -> None:
-        if self._staged:
+        if not self._staged or self._busy:
+            return
+        self._busy = True
+        try:
             flat = [tensor.flatten() for tensor in self._staged]
             self._staged, self._staged_count = [], 0
             if len({part.dtype for part in flat}) > 1:
@@ -162,6 +178,8 @@ class Running:
             self._measure(
                 flat[0] if len(flat) == 1 else torch.cat([part.to(flat[0].device) for part in flat])
             )
+        finally:
+            self._busy = False
 
     def _measure(self, tensor: Tensor) -> None:
         if not tensor.is_cpu:
@@ -209,6 +227,15 @@ class Running:
 
     def _fast(self, part: Tensor) -> bool:
         """Add a contiguous part on the CPU; False where it has NaN or infinite entries, which take longer."""
+        if _scratch.busy:  # another layer was interrupted in here
+            return False
+        _scratch.busy = True
+        try:
+            return self._measure_fast(part)
+        finally:
+            _scratch.busy = False
+
+    def _measure_fast(self, part: Tensor) -> bool:
         # Few calls and few steps between them: beside a small layer's forward every one of them counts.
         shape = part.shape
         wide, wide_shaped, nonzero, nonzero_array = _scratch.views.get(shape) or _scratch.of(shape)
@@ -306,6 +333,7 @@ class _Scratch(threading.local):
             self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
             self.nonzero = torch.empty(CHUNK, dtype=torch.bool, device="cpu")
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
+        self.busy = False
 
     def of(self, shape: torch.Size) -> tuple[Any, ...]:
         """The first flat and in this shape, the second in this shape and as a NumPy array."""
@@ -319,6 +347,18 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+# A process may be forked while a thread, which the child does not have, holds the lock.
+_all: weakref.WeakSet[Running] = weakref.WeakSet()
+
+
+def _unlock() -> None:
+    for running in _all:
+        running._lock, running._busy = threading.RLock(), False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def _careful(part: Tensor) -> Tensor:

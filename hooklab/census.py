@@ -122,16 +122,14 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
     """
     _refuse.no_module("no_leftovers", model)
     before = {hook.key for hook in hooks_on(model)}
-    error: BaseException | None = None
     try:
         yield
-    except BaseException as raised:
-        error = raised
-    left = [hook for hook in hooks_on(model) if hook.key not in before]
-    if left:
-        raise HookLeak(left) from error
-    if error is not None:
-        raise error
+    except BaseException as error:
+        if left := [hook for hook in hooks_on(model) if hook.key not in before]:
+            raise HookLeak(left) from error
+        raise
+    if left := [hook for hook in hooks_on(model) if hook.key not in before]:
+        raise HookLeak(left)
 
 
 def _on_model(model: nn.Module) -> Iterator[HookRecord]:

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,9 @@ from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
 
+_changing_the_process = (
+    threading.Lock()
+)  # warnings, a module of torchviz and the recursion limit belong to all threads
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
 
@@ -423,12 +427,6 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
     names = {
         name.replace("\\", "\\\\"): tensor for name, tensor in names.items()
     }  # in dot it begins an escape
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # distutils' deprecation: torchviz's affair
-            import torchviz
-    except ImportError as error:
-        raise NotDrawn(f"torchviz: {error}; run `uv sync` or `pip install torchviz setuptools`") from None
 
     # After backward() a Node raises when asked for what it saved; torchviz should find nothing there instead.
     def read(node: Node, name: str) -> object:
@@ -440,16 +438,21 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
     def has(node: Node, name: str) -> bool:
         return hasattr(type(node), name) and name != "saved_tensors"  # see _add_saved
 
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 1_000 + 4 * len(nodes)))  # make_dot calls itself once per Node
-    try:
-        with warnings.catch_warnings(), patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
-            warnings.simplefilter("ignore")
-            dot = torchviz.make_dot(t, params=names, show_saved=saved)
-    except Exception as error:
-        raise NotDrawn(f"torchviz cannot draw this graph: {type(error).__name__}: {error}") from None
-    finally:
-        sys.setrecursionlimit(limit)
+    with _changing_the_process, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import torchviz  # which warns that distutils is deprecated
+        except ImportError as error:
+            raise NotDrawn(f"torchviz: {error}; run `uv sync` or `pip install torchviz setuptools`") from None
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, 1_000 + 4 * len(nodes)))  # make_dot calls itself once per Node
+        try:
+            with patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
+                dot = torchviz.make_dot(t, params=names, show_saved=saved)
+        except Exception as error:
+            raise NotDrawn(f"torchviz cannot draw this graph: {type(error).__name__}: {error}") from None
+        finally:
+            sys.setrecursionlimit(limit)
     if saved:
         functions = [node for node in nodes if hasattr(type(node), "saved_tensors")]
         _add_saved(dot, {node: read(node, "saved_tensors") for node in functions}, names)

@@ -81,7 +81,7 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
-    model has in backward (not those of `torch.func.functional_call`), and where buffers change, one thread at a time
+    model has in backward (not those of `torch.func.functional_call`), and where there are buffers, one thread at a time
     may train the model. Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs
     as before, and so does the first forward of a lazy layer.
 
@@ -180,7 +180,10 @@ class Offload:
         self._own = weakref.WeakSet(tensor.untyped_storage() for _, tensor in owned(self._model))
         # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
         pack = weakref.WeakMethod(self._pack)
-        hooks = _packing.installed(lambda tensor: pack()(tensor), _unpack)
+        # Contexts may be left in another order, and this object be gone before its hooks.
+        hooks = _packing.installed(
+            lambda tensor: _packing.hold(tensor) if (own := pack()) is None else own(tensor), _unpack
+        )
         hooks.__enter__()
         _opened.blocks = *blocks, (self, hooks)
         self._saved_any = False
@@ -202,6 +205,8 @@ class Offload:
         storage = tensor.untyped_storage() if _packing.is_plain(tensor) else None
         if _packing.is_parameter(tensor) or storage in self._own:
             return _packing.hold(tensor)
+        if self._queue.lock._is_owned():  # a signal handler or a finalizer, in the middle of a move
+            storage = None
         if storage is not None and storage.nbytes() >= self._min_bytes and self._reaches(tensor):
             return self._queue.pack(tensor)
         with self._queue.lock:

@@ -113,8 +113,8 @@ class Disk:
         self._lock = threading.RLock()
 
     def reaches(self, tensor: Tensor) -> bool:
-        """True for a tensor that has content: one on the meta device has none."""
-        return not tensor.is_meta
+        """True for a tensor that has content (one on the meta device has none), in the process of this store."""
+        return not tensor.is_meta and os.getpid() == self._process
 
     def write(self, tensor: Tensor) -> Slot:
         """Copy a tensor to the disk. Any shape, strides, dtype and device; what is read back is flat.

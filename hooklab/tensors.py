@@ -35,10 +35,12 @@ class Watch(Installed, Mapping[str, Tensor]):
         self.order: list[str] = []
         # Each hook holds two lists and never its tensor: a computed tensor that its own hook refers to is
         # not freed until the hook is removed.
-        self._handles = [
-            tensor.register_hook(_recorder(name, self.history[name], self.order))
-            for name, tensor in tensors.items()
-        ]
+        try:
+            for name, tensor in tensors.items():
+                self._handles.append(tensor.register_hook(_recorder(name, self.history[name], self.order)))
+        except BaseException:
+            self.remove()
+            raise
 
     def __getitem__(self, name: str) -> Tensor:
         if self.history.get(name):

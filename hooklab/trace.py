@@ -37,7 +37,7 @@ class Trace:
         self._held: list[graph.Node] = []
         self._contexts = ExitStack()
         self._sees_new_nodes = False
-        self._removed = False
+        self._removed = self._entered = False
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
@@ -97,6 +97,9 @@ class Trace:
             raise RuntimeError(
                 "trace: its hooks have been removed, and do not come back; call trace again for new ones"
             )
+        if self._entered:
+            raise RuntimeError("trace: this block is open already; call trace again for another one")
+        self._entered = True
         # Both belong to the current thread and to a stack, so they are opened here and not by the call.
         try:
             self._contexts.enter_context(installed(*self._packing()))
@@ -110,9 +113,11 @@ class Trace:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._contexts.close()
-        self._sees_new_nodes = False
-        self.remove()
+        try:
+            self._contexts.close()
+        finally:
+            self._sees_new_nodes = False
+            self.remove()
 
     def __repr__(self) -> str:
         counts = Counter(event.phase for event in self.events)
@@ -193,8 +198,11 @@ class Trace:
                 forget_interrupted(self._stack(), module)
                 if not self._stack():
                     self._calls.clear()
-            self._calls[label] += 1
-            where = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
+                    self._running.calls = Counter()
+            # Threads that a forward starts (replicas) go on with one count.
+            calls = getattr(self._running, "calls", self._calls)
+            calls[label] += 1
+            where = label if calls[label] == 1 else f"{label} #{calls[label]}"
             self._stack().append((module, where, sys.exception()))
             self._record("forward pre-hook", where, first_shape(args))
 
@@ -261,9 +269,9 @@ class Trace:
             phase = "backward"
         if self._watched:
             self._infer_retain_grad(phase, run)
-        self._recorded.append(
-            (Event(kind, where, phase, shape, self._inside() if inside is None else inside), run)
-        )
+        event = Event(kind, where, phase, shape, self._inside() if inside is None else inside)
+        self._running.latest = event
+        self._recorded.append((event, run))
 
     def _infer_retain_grad(self, phase: str, run: int) -> None:
         for name, reference, last in self._watched:
@@ -286,7 +294,7 @@ class Trace:
     def _node(self) -> Event:
         """The Node that is about to run or running: the latest whose pre-hook has fired."""
         kinds = ("Node pre-hook", "unpack", "post-accumulate-grad hook")
-        latest = self._recorded[-1][0] if self._recorded else None
+        latest = getattr(self._running, "latest", None)
         return latest if latest is not None and latest.kind in kinds else Event("", "", "backward")
 
     def _inside(self) -> tuple[str, ...]:
@@ -320,7 +328,7 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     Raises:
         TypeError: `model` is no module, a tensor has no name or is none, or nothing was given.
         ValueError: a tensor requires no gradient. No hook is installed then.
-        RuntimeError: entered again after its hooks were removed.
+        RuntimeError: entered again, while the block is open or after its hooks were removed.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)

@@ -95,7 +95,9 @@ RULE_DAMAGES = {
     ),
     "an address in a picture": (
         lambda notebook: (
-            cell(notebook, "graph-draw").outputs[0].data.update({"image/svg+xml": "<svg>0x7f2f4c0d3e20</svg>"})
+            cell(notebook, "graph-draw")
+            .outputs[0]
+            .data.update({"image/svg+xml": "<svg>0x7f2f4c0d3e20</svg>"})
         ),
         notebook_rules.machine_traces,
     ),
