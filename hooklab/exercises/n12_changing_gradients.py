@@ -507,7 +507,7 @@ def _examine_frozen(answer, factors, rows, weight_first):
         )
     if not torch.equal(weight, torch.ones_like(weight)):
         refuse(
-            "changed_weights",
+            "changed_in_backward",
             zh="反向传播以后，`weight` 的数值变了。冻结是指往后不再更新，不是清零。",
             en="After backward the values of `weight` have changed. Frozen means no more updates; it does not mean zero.",
         )
@@ -589,6 +589,16 @@ def freeze_by_zeroing(weight, rows):
     return freeze_rows(weight, rows)
 
 
+def freeze_by_zeroing_in_backward(weight, rows):
+    def hook(grad):
+        weight.data[rows] = 0
+        grad = grad.clone()
+        grad[rows] = 0
+        return grad
+
+    return weight.register_hook(hook)
+
+
 def freeze_inverted(weight, rows):
     mask = torch.zeros(len(weight), 1)
     mask[rows] = 1
@@ -640,6 +650,7 @@ FREEZE_ROWS = Exercise(
         "froze_everything": lambda weight, rows: weight.register_hook(lambda grad: grad * 0),
         "inverted": freeze_inverted,
         "changed_weights": freeze_by_zeroing,
+        "changed_in_backward": freeze_by_zeroing_in_backward,
         "no_handle": lambda weight, rows: freeze_rows(weight, rows) and None,
         "no_gradient": lambda weight, rows: weight.requires_grad_(False),
         "raised": freeze_float_mask,

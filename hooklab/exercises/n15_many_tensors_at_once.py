@@ -271,6 +271,7 @@ RECORD_NORMS = Exercise(
     record_norms,
     {
         "raised": of_group(lambda grads, _: math.sqrt(sum(grad.square().sum().item() for grad in grads))),
+        "nothing_recorded": lambda tensors: ([], register_multi_grad_hook(tensors, lambda grads: None)),
         "missed_step": counted,
         "last_missing": of_group(from_dot_grad),
         "one_missing": of_group(lambda grads, _: nn.utils.get_total_norm(there(grads[:-1])).item()),
@@ -282,6 +283,7 @@ RECORD_NORMS = Exercise(
         "not_a_number": of_group(lambda grads, _: [grad.norm().item() for grad in there(grads)]),
         "changed": of_group(in_place),
         "other_steps": never_cleared,
+        "leaves_only": lambda tensors: record_norms([tensor for tensor in tensors if tensor.is_leaf]),
         "not_a_pair": lambda tensors: record_norms(tensors)[0],
         "no_handle": lambda tensors: (record_norms(tensors)[0], None),
         "not_removed": two_hooks_one_handle,

@@ -259,6 +259,15 @@ def normalise_detached(module, mean, std):
     )
 
 
+def normalise_in_data(module, mean, std):
+    def hook(module, args):
+        x = args[0].clone()
+        x.data.sub_(mean).div_(std)
+        return (x, *args[1:])
+
+    return module.register_forward_pre_hook(hook)
+
+
 def normalise_with_two(module, mean, std):
     module.register_forward_hook(lambda module, args, output: None)
     return normalise(module, mean, std)
@@ -304,6 +313,10 @@ NORMALISE = Exercise(
             lambda module, args, kwargs: ((args[0] - mean) / std, *args[1:]), with_kwargs=True
         ),
         "cut": normalise_detached,
+        "wrong_gradient": normalise_in_data,
+        "wrong_dtype": lambda module, mean, std: module.register_forward_pre_hook(
+            lambda module, args: ((args[0].float() - mean) / std, *args[1:])
+        ),
         "still_there": normalise_for_ever,
         "second_hook": normalise_with_two,
         "another_module": normalise_by_global,
@@ -640,6 +653,28 @@ def noise_with_two(module, std):
     return add_noise(module, std)
 
 
+def noise_of_the_first_shape(module, std):
+    shapes = []
+
+    def hook(module, args, output):
+        shapes.append(output.shape)
+        if module.training:
+            return output + std * torch.randn(shapes[0])
+
+    return module.register_forward_hook(hook)
+
+
+def noise_for_ever(module, std):
+    run = module.forward
+
+    def forward(x):
+        output = run(x)
+        return output + std * torch.randn_like(output) if module.training else output
+
+    module.forward = forward
+    return nn.Identity().register_forward_hook(print)
+
+
 def noise_by_global(module, std):
     _numbers.update(std=std)
     return module.register_forward_hook(
@@ -684,6 +719,11 @@ ADD_NOISE = Exercise(
             lambda output, std: output + (torch.rand_like(output) - 0.5) * (12**0.5) * std
         ),
         "wrong_dtype": _noise_hook(lambda output, std: output + std * torch.randn(output.shape)),
+        "wrong_type": _noise_hook(lambda output, std: (output + std * torch.randn_like(output),)),
+        "wrong_shape": _noise_hook(lambda output, std: output + std * torch.randn(1, *output.shape)),
+        "one_shape": noise_of_the_first_shape,
+        "wrong_gradient": _noise_hook(torch.normal),  # its gradient is 0
+        "still_there": noise_for_ever,
         "cut": _noise_hook(lambda output, std: output.detach() + std * torch.randn_like(output)),
         "no_handle": lambda module, std: add_noise(module, std) and None,
         "gone_after_eval": noise_until_eval,
@@ -1113,6 +1153,13 @@ SHAPES_OF = Exercise(
             )
         ),
         "by_forward": _shapes_by_hand(run=lambda model, x: model.forward(x)),
+        "ran_twice": _shapes_by_hand(run=lambda model, x: (model(x), model(x))),
+        "changed_output": _shapes_by_hand(
+            lambda shapes, name: (
+                lambda module, args, output: shapes.update({name: _shape(output)}) or torch.zeros_like(output)
+            )
+        ),
+        "no_dict": lambda model, x: list(shapes_of(model, x).items()),
         "mode_changed": _shapes_by_hand(run=lambda model, x: model.eval()(x)),
         "no_tuple": _shapes_by_hand(
             lambda shapes, name: lambda module, args, output: shapes.update({name: list(output.shape)})

@@ -338,6 +338,12 @@ HELD = Exercise(
                 4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values()
             )
         ),
+        "by_dtype_of_x": _collecting(
+            lambda tensors, x: sum(
+                len(t.untyped_storage()) // t.itemsize * x.itemsize for t in _others(tensors, x).values()
+            )
+        ),
+        "wrong_count": lambda function, x: held_bytes(function, x) // 1024,
         "kept_between_calls": _in_a_global,
         "counted_view_of_x": _collecting(
             lambda tensors, x: sum(
@@ -735,6 +741,14 @@ def heaviest_left_behind(model, x):
     return heaviest(model, x)
 
 
+def heaviest_and_clear(model, x):
+    name = heaviest(model, x)
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    return name
+
+
 def heaviest_by_slice(model, x):
     new, seen = Counter(), set()
     with saved_tensors(model) as saved:
@@ -768,6 +782,7 @@ HEAVIEST = Exercise(
         "no_name": lambda model, x: "",
         "mode_changed": lambda model, x: heaviest(model.eval(), x),
         "left_behind": heaviest_left_behind,
+        "removed_others": heaviest_and_clear,
         "only_the_slice": heaviest_by_slice,
         "with_buffers": heaviest_with_buffers,
         "ran_twice": heaviest_ran_twice,

@@ -162,6 +162,7 @@ SECONDS = Exercise(
         "one_way": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 1e9) / 2),
         "bits": _seconds(lambda nbytes, bandwidth: 8 * nbytes / (bandwidth * 1e9)),
         "gibibytes": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 2**30)),
+        "wrong_serial": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 1e6)),
         "no_unit": _seconds(lambda nbytes, bandwidth: nbytes / bandwidth),
         "hidden_anyway": lambda forward, backward, nbytes, bandwidth, overlap: (
             max(forward, nbytes / bandwidth / 1e9) + max(backward, nbytes / bandwidth / 1e9)
@@ -170,6 +171,7 @@ SECONDS = Exercise(
         "whole_step": _seconds(_right_one_way, lambda f, b, moves: max(f + b, 2 * moves)),
         "too_good": _seconds(_right_one_way, lambda f, b, moves: max(f, b, moves)),
         "wrong_overlap": _seconds(_right_one_way, lambda f, b, moves: f + b + moves),
+        "one_example": _seconds(_right_one_way, lambda f, b, moves: max(f, moves) + b),
         "no_number": lambda *arguments: print(*arguments),
     },
     zh="两个阶段分开比，各取较大者。字节数除以带宽，不用 GPU 就知道值不值。",
@@ -1299,6 +1301,21 @@ def first_version(store):
     return pack
 
 
+def latest_version(store):
+    """Looks the slot up when it gives back, not when it packs."""
+    found = {}
+
+    def pack(tensor):
+        storage, version = tensor.untyped_storage(), tensor._version
+        if id(storage) not in found or found[id(storage)][0] != version:
+            found[id(storage)] = version, store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+        key = id(storage)
+        return lambda: store.read(found[key][1]).view(dtype).as_strided(*geometry)
+
+    return pack
+
+
 VIEWS = Exercise(
     "33.D",
     examine_pack_views,
@@ -1308,6 +1325,7 @@ VIEWS = Exercise(
         "other_strides": contiguous_back,
         "other_place": _views(offset=False),
         "other_dtype": _views(dtype=False),
+        "rewritten": latest_version,
         "stale": _views(version=False),
         "address_reused": _views(same=lambda known, storage: True, weak=False),
         "keeps_tensor": _views(hold=True),

@@ -551,7 +551,7 @@ def _examine_freed(store):
         _expect_bits(store.read(equal), torch.ones(3), "float32")
     except KeyError:
         refuse(
-            "freed_others",
+            "freed_equal",
             zh="两个内容相同的张量各写一次，释放了一个，另一个也读不到了：键重了。",
             en="Two tensors of equal content were written, and one was given back: the other can no longer be read. They had the same "
             "key.",
@@ -563,7 +563,7 @@ def _examine_freed(store):
     gc.collect()
     if len(store.held) == 2:
         refuse(
-            "never_freed",
+            "freed_late",
             zh="槽位已经没人要了，它的内容还在 `held` 里。",
             en="Nobody has the slot any more, yet its content is still in `held`.",
         )
@@ -667,6 +667,22 @@ def _no_held():
     return store
 
 
+class _RemembersTheLatest(_byte_store()):
+    def read(self, slot):
+        self.latest = slot
+        return super().read(slot)
+
+
+class _ReadsIntoOneBuffer(_byte_store()):
+    def __init__(self):
+        super().__init__()
+        self.buffer = torch.empty(1024, dtype=torch.uint8)
+
+    def read(self, slot):
+        content = super().read(slot).view(torch.uint8)
+        return self.buffer[: len(content)].copy_(content).view(slot.dtype)
+
+
 BYTE_STORE = Exercise(
     "34.B",
     examine_byte_store,
@@ -699,6 +715,11 @@ BYTE_STORE = Exercise(
         "freed_others": _byte_store(
             key=lambda slot, held, tensor: str(uuid.uuid4()), drop=lambda held, slot: held.clear()
         ),
+        "freed_equal": _byte_store(
+            key=lambda slot, held, tensor: hash(tensor.view(torch.uint8).numpy().tobytes())
+        ),
+        "freed_late": _RemembersTheLatest,
+        "wrong_gradients": _ReadsIntoOneBuffer,
         "not_a_tensor": _byte_store(give=lambda held, slot: held[slot.key]),
         "edits_input": _byte_store(
             take=lambda tensor: (tensor.view(torch.uint8).numpy().tobytes(), tensor.zero_())[0]
@@ -1417,6 +1438,26 @@ class _OneDisk(_Wrapper):
         return Offload(self.module, to=self.disk, min_bytes=4096)
 
 
+class _CopiesWhatIsInside(_OneDisk):
+    def __deepcopy__(self, memo):
+        return deepcopy(self.module, memo)
+
+
+class _IntoOneBuffer(Disk):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.buffer = torch.empty(10_000, dtype=torch.uint8)
+
+    def read(self, slot):
+        content = super().read(slot)
+        return self.buffer[: content.nbytes].copy_(content.view(torch.uint8)).view(content.dtype)
+
+
+class _OneBuffer(_Wrapper):
+    def context(self):
+        return Offload(self.module, to=_IntoOneBuffer(self.folder), min_bytes=4096)
+
+
 class _BareHooks(_Wrapper):
     def context(self):
         disk = Disk(self.folder)
@@ -1473,6 +1514,11 @@ class _PositionalOnly(_Wrapper):
         return super().forward(*args)
 
 
+class _OneInput(_Wrapper):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x, x, x)
+
+
 class _Hushed(_Wrapper):
     def forward(self, *args, **kwargs):
         try:
@@ -1504,6 +1550,9 @@ SAVE_TO_DISK = Exercise(
         "wrong_folder": _AnyFolder,
         "threshold_off": _OffByOne,
         "copy_runs_original": _Closure,
+        "copy_differs": _CopiesWhatIsInside,
+        "wrong_output": _OneInput,
+        "wrong_gradients": _OneBuffer,
         "other_thread": _OpenedOnce,
         "left_open": _NeverClosed,
         "left_after_error": _ClosedIfAllGoesWell,

@@ -324,6 +324,11 @@ def seeds_both(block, x):
     return _by_hand(block, x, _random_as(torch.get_rng_state()))
 
 
+def seeds_again(block, x):
+    torch.manual_seed(torch.initial_seed())
+    return faithful(block, x)
+
+
 def faithful_keeps(block, x):
     with saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
         return block(x)
@@ -423,6 +428,7 @@ FAITHFUL = Exercise(
         "no_gradient": reentrant,
         "mixed_up": one_state_for_all,
         "wrong_values": seeds_both,
+        "same_mask": seeds_again,
         "nothing_saved": faithful_keeps,
         "recomputed_often": recomputes_each_time,
         "raised": without_enable_grad,
@@ -810,6 +816,12 @@ def the_last_block(block, x):
         return block(x)
 
 
+def runs_before(block, x):
+    with torch.no_grad():
+        block(x)
+    return frugal(block, x)
+
+
 FRUGAL = Exercise(
     "35.C",
     examine_frugal,
@@ -821,6 +833,7 @@ FRUGAL = Exercise(
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "recomputed_often": recomputes_each_time,
         "partial_backward": frugal_if_empty,
+        "forwards": runs_before,
         "nothing_saved": faithful_keeps,
         "no_graph": faithful_no_graph,
         "hooks_left": faithful_leaves_hooks,
@@ -1052,26 +1065,6 @@ def _entered_once(block):
     return _note(block, found), second()
 
 
-def _puts_end_of_forward_back(block):
-    found, end = {}, {}
-
-    @contextmanager
-    def first():
-        found.update(_copies(block))
-        yield
-        end.update(_copies(block))
-
-    @contextmanager
-    def second():
-        _put(block, found)
-        try:
-            yield
-        finally:
-            _put(block, end)
-
-    return first(), second()
-
-
 def by_state_dict(block):
     found = {}
 
@@ -1095,39 +1088,32 @@ def by_state_dict(block):
     return first(), second()
 
 
-def _no_copies(block):
+def _momentum_zero(block):
+    first, second = buffers_once(block)
+
+    class Still:
+        def __enter__(self):
+            for module in block.modules():
+                if hasattr(module, "momentum"):
+                    module.momentum = 0.0
+            second.__enter__()
+
+        def __exit__(self, *exc_info):
+            second.__exit__(*exc_info)
+
+    return first, Still()
+
+
+def _restores_both(block):
     @contextmanager
-    def second():
-        now = dict(block.named_buffers())
+    def either():
+        now = _copies(block)
         try:
             yield
         finally:
             _put(block, now)
 
-    return nullcontext(), second()
-
-
-def _eval_mode(block):
-    @contextmanager
-    def second():
-        block.eval()
-        try:
-            yield
-        finally:
-            block.train()
-
-    return nullcontext(), second()
-
-
-def _momentum_zero(block):
-    @contextmanager
-    def second():
-        for module in block.modules():
-            if hasattr(module, "momentum"):
-                module.momentum = 0.0
-        yield
-
-    return nullcontext(), second()
+    return either(), either()
 
 
 def _swapped(block):
@@ -1143,6 +1129,8 @@ BUFFERS = Exercise(
         "wrong_gradients": _second_only,
         "wrong_buffers": _no_finally,
         "never_updated": _puts_found_back,
+        "forward_changed": _restores_both,
+        "settings_changed": _momentum_zero,
         "one_backward": _entered_once,
         "no_pair": lambda block: buffers_once(block)[1],
         "no_contexts": lambda block: (_note, _put),
