@@ -1,5 +1,6 @@
 """Every check passes its own solution and refuses every wrong answer for the reason it names."""
 
+import ast
 import html
 import io
 import itertools
@@ -7,6 +8,7 @@ import re
 import weakref
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 
 import notebook_form
 import numpy as np
@@ -987,3 +989,24 @@ def clips_leaf_modules(model, bounds):
 def test_an_answer_that_is_right_only_where_it_is_easy_is_refused(exercise, answer, reason):
     message = check.exercise(exercise, answer)
     assert (message.kind, message.reason) == ("wrong", reason), message
+
+
+MODULES = sorted((notebook_form.ROOT / "hooklab" / "exercises").glob("n*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_refusal_has_a_wrong_answer_and_nothing_is_left_over(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    reasons = {
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "refuse" and node.args
+        if isinstance(node.args[0], ast.Constant)
+    }
+    shipped = {reason for item in EXERCISES if item.id[:2] == path.stem[1:3] for reason in item.wrong}
+    assert len(reasons) > 10
+    assert reasons <= shipped
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= set(re.findall(r"\w+", Path(__file__).read_text(encoding="utf-8"))) | {"CHECKS"}
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert defined <= used

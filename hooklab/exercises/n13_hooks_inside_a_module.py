@@ -909,10 +909,6 @@ def whole_model(model, x):
     return _arrivals(model, x, model.named_modules())
 
 
-def inner_modules_too(model, x):
-    return _arrivals(model, x, [pair for pair in model.named_modules() if pair[0]])
-
-
 def arrivals_at_inputs(model, x):
     return _arrivals(model, x, model.named_children(), of=lambda args, output: args[0])
 

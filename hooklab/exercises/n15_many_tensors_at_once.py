@@ -576,14 +576,6 @@ def at_the_last(model, make_optimizer):
     return on_each(model, lambda param: step)
 
 
-def by_plain_descent(model, make_optimizer):
-    def step(param):
-        param.sub_(param.grad, alpha=0.1)
-        param.grad = None
-
-    return on_each(model, lambda param: step)
-
-
 STEP_IN_BACKWARD = Exercise(
     "15.B",
     examine_step_in_backward,

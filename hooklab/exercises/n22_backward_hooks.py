@@ -404,14 +404,6 @@ def by_pre_hook(module, strength):
     )
 
 
-def by_output(module, strength):
-    def hang(module, args, output):
-        if output.requires_grad:
-            output.register_hook(lambda grad: grad * -strength)
-
-    return module.register_forward_hook(hang)
-
-
 def by_input_tensor(module, strength):
     def hang(module, args):
         for arg in args:

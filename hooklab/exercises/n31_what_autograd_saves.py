@@ -281,11 +281,6 @@ def _left_open(function, x):
     return count
 
 
-def _after_the_run(function, x):
-    function(x)
-    return held_bytes(lambda x: x, x)
-
-
 def _by_slice_address(tensors, x):
     sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.data_ptr() != x.data_ptr()}
     return sum(sizes.values())

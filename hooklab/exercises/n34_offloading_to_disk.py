@@ -1049,13 +1049,6 @@ def _checked_throughout(pack, unpack, at_least):
     return pack_either, unpack_either
 
 
-def _guessed_by_tuple(pack, unpack, at_least):
-    def pack_either(saved):
-        return pack(saved) if saved.numel() >= at_least else _versioned(saved)
-
-    return pack_either, lambda packed: _guarded(packed) if isinstance(packed, tuple) else unpack(packed)
-
-
 def _unpacked_once(pack, unpack, at_least):
     pack_either, unpack_either = large_only(pack, unpack, at_least)
     return lambda saved: [pack_either(saved)], lambda packed: unpack_either(packed.pop())

@@ -298,27 +298,6 @@ def forgets(block, x):
     return _by_hand(block, x, nullcontext())
 
 
-def state_too_late(block, x):
-    again, number = [], itertools.count()
-
-    def unpack(index):
-        if not again:
-            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), collect:
-                torch.set_rng_state(state)
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        y = block(x)
-    state = torch.get_rng_state()
-    return y
-
-
-def forks_without_state(block, x):
-    return _by_hand(block, x, torch.random.fork_rng(devices=[]))
-
-
 def seeds_both(block, x):
     torch.manual_seed(0)
     return _by_hand(block, x, _random_as(torch.get_rng_state()))
@@ -579,24 +558,11 @@ def _chosen(
     return answer
 
 
-def same_size_everywhere(count, layers, budget):
-    plans = [{}, *({name: min(size, n) for name, n in layers.items()} for size in range(1, 10))]
-    fitting = [plan for plan in plans if count(plan)[1] <= budget]
-    return min(fitting, key=lambda plan: count(plan)[:0:-1]) if fitting else _chosen(None)(count, layers, -1)
-
-
 def returns_none(count, layers, budget):
     try:
         return cheapest(count, layers, budget)
     except ValueError:
         return None
-
-
-def empty_plan(count, layers, budget):
-    try:
-        return cheapest(count, layers, budget)
-    except ValueError:
-        return {}
 
 
 def index_error(count, layers, budget):
@@ -736,47 +702,6 @@ def _frugal_list(take):
             return block(x)
 
     return answer
-
-
-def frugal_leaks(block, x):
-    again, number = {}, itertools.count()
-
-    def unpack(index):
-        if index not in again:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t}), print)
-            with torch.enable_grad(), collect:
-                again["y"] = block(x)
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def take_from_the_end(again, index):
-    return again.pop()
-
-
-def take_and_forget(again, index):
-    found, again[index] = again[index], None
-    return found
-
-
-def frugal_keyed_once(block, x):
-    """Recomputes once and for all: a second backward finds nothing."""
-    again, number, done = {}, itertools.count(), []
-
-    def unpack(index):
-        if not done:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-            done.append(True)
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
 
 
 def frees_at_the_end(block, x):
