@@ -191,6 +191,8 @@ def test_the_reader_stays_at_the_same_cell(page, folder, mode, stem):
       ({ node }) => node.getBoundingClientRect().top - content.outerNode.getBoundingClientRect().top)"""
     choose(page, "both")
     lab.open_notebook(page, f"{stem}.ipynb")
+    # Its kernel must not be ended before it has begun.
+    lab.ask(page, "async (app, panel) => { await panel.sessionContext.session.kernel.info; }")
     page.set_viewport_size(lab.PAGE)
     for step in (mode_of, scroll):
         lab.ask(page, step, mode)
