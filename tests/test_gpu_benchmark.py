@@ -48,7 +48,7 @@ def test_without_a_gpu_nothing_is_measured(benchmark, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 def test_gradients_agree_through_a_device_that_is_slow(benchmark):
     device = SlowDevice()
-    task = benchmark.Task("resnet18", 2, 32, "cpu", lambda: SlowMemory(device, in_flight=50_000), unit=10**5)
+    task = benchmark.Task("resnet18", 2, 32, "cpu", lambda: SlowMemory(device, in_flight=50_000), unit=10**4)
     assert all(benchmark.gradients_agree(task).values())
     assert device.copies > 0
     assert device.hazards == 0

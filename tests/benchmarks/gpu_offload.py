@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         small = Task("resnet50", 4, 96, given.device, unit=10**6)  # saves some 35 MB
         out = given.out or RESULT
     else:
-        task = Task("resnet18", 2, 32, given.device, Copies, unit=10**5)
+        task = Task("resnet18", 2, 32, given.device, Copies, unit=10**4)
         small, out = task, given.out
     result = run(task, small, given.rounds, given.steps)
     text = json.dumps(result, indent=1)
