@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch._C import _current_graph_task_id as graph_task
-from torch.compiler import is_compiling
 
 from hooklab import _refuse
+from hooklab._compiler import eager
 from hooklab._installed import Installed
 from hooklab._packing import outer_hooks
 from hooklab._select import groups, uncompiled
@@ -29,7 +29,7 @@ def recomputing() -> bool:
     """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
     if graph_task() != NO_BACKWARD:
         return True
-    if is_compiling() or not is_grad_enabled():
+    if not is_grad_enabled():
         return False
     hooks = outer_hooks()
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
@@ -174,6 +174,7 @@ class Features(Installed, Mapping[str, Any]):
 
         # Every line here is paid for in every call of every layer.
         def keeping(name: str) -> Callable:
+            @eager
             def hook(module: nn.Module, args: tuple, output: Any) -> None:
                 if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
                     try:
@@ -191,6 +192,7 @@ class Features(Installed, Mapping[str, Any]):
             return hook
 
         def detaching(name: str) -> Callable:
+            @eager
             def hook(module: nn.Module, args: tuple, output: Any) -> None:
                 if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
                     try:
@@ -211,9 +213,6 @@ class Features(Installed, Mapping[str, Any]):
         return detaching if self._detaches else keeping
 
     def _look(self, name: str, output: Any) -> None:
-        (self._examine_untraced if is_compiling() else self._examine)(name, output)
-
-    def _examine(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
         if recomputing() or not self._handles:
             return
@@ -229,25 +228,24 @@ class Features(Installed, Mapping[str, Any]):
         if self._wanted and self._runs_here():
             self._wanted.discard(name)
 
-    _examine_untraced = torch._disable_dynamo(_examine)  # a compiler would take the version for a constant
-
+    @eager
     def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._wanted and graph_task() == NO_BACKWARD and self._runs_here():
             raise Enough(self)
 
     def _runs_here(self) -> bool:
-        """True in the thread that `run` was called in. Under torch.compile there is one, see `_begin`."""
-        return is_compiling() or get_ident() == self._thread
+        """True in the thread that `run` was called in."""
+        return get_ident() == self._thread
 
+    @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
-        # Under torch.compile there is one thread: the tracer knows no get_ident, and would warn.
-        thread, running = 0 if is_compiling() else get_ident(), self._running
+        thread, running = get_ident(), self._running
         if recomputing() or not self._handles:
             return
         if running and thread in running:
             if not called_by_itself(module):
                 running.remove(thread)  # a forward that was interrupted from the keyboard
-        elif running and thread:
+        elif running:
             # Their ids alone: this frame is among the frames, and a name for them would keep them all.
             noted, alive = tuple(running), set(sys._current_frames())  # a thread may begin in between
             for other in noted:
@@ -259,12 +257,13 @@ class Features(Installed, Mapping[str, Any]):
             self._alone.clear()
             self._sorted = NOTHING
             self._no_shortcuts()
-            if not self._wanted and thread:
+            if not self._wanted:
                 (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
         running.append(thread)
 
+    @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        thread, running = 0 if is_compiling() else get_ident(), self._running
+        thread, running = get_ident(), self._running
         if thread in running and not recomputing():
             running.remove(thread)
             if not running:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from hooklab import _refuse
+from hooklab._compiler import eager
 from hooklab._features import NO_BACKWARD, graph_task, recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups
@@ -81,6 +82,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     def _on_output(self, running: Running) -> Callable:
         add, handles = running.add, self._handles  # empty after remove(): a copy of the model still has hooks
 
+        @eager
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if handles and graph_task() == NO_BACKWARD and not (is_grad_enabled() and recomputing()):
                 if output.__class__ is Tensor:  # nearly always: the short way
@@ -92,12 +94,14 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         return hook
 
     def _on_gradient(self, running: Running) -> Callable:
+        @eager
         def arrived(grad: Tensor | None) -> None:
             if grad is not None and self._handles:
                 running.add(unbatched(grad))
 
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
         # the first without grad.
+        @eager
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if not is_grad_enabled():
                 return

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
+from hooklab._compiler import eager
+
 __all__ = ["register_multi_grad_hook"]
 
 
+@eager
 def register_multi_grad_hook(tensors: Sequence[Tensor], hook: Callable[[Tensor | None], None]) -> list[Any]:
     """Call `hook` with the first tensor's gradient once those of all tensors are there; returns the handles.
 
@@ -21,6 +24,7 @@ def register_multi_grad_hook(tensors: Sequence[Tensor], hook: Callable[[Tensor |
     first: dict[int, Tensor] = {}  # the gradient of the first tensor
     lock = threading.Lock()  # each device has a thread of its own
 
+    @eager
     def arrived(grad: Tensor, is_first: bool) -> None:
         run = torch._C._current_graph_task_id()
         with lock:
@@ -34,7 +38,7 @@ def register_multi_grad_hook(tensors: Sequence[Tensor], hook: Callable[[Tensor |
             hook(first.pop(run, None))
 
     def hook_for(is_first: bool) -> Callable:
-        return lambda grad: arrived(grad, is_first)
+        return eager(lambda grad: arrived(grad, is_first))
 
     return [tensor.register_hook(hook_for(number == 0)) for number, tensor in enumerate(tensors)]
 

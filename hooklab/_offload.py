@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hooklab._compiler import eager
 from hooklab._geometry import Geometry
 from hooklab._packing import hold, refuse_edited, unhold, version_probe
 
@@ -127,6 +128,7 @@ class Queue:
             packed.uses += 1
         return packed
 
+    @eager
     def make_room(self, young: int = 2) -> None:
         """Move the oldest. Of the `young` newest an unfilled one stays: its operation may still run."""
         with self.lock:

@@ -1,6 +1,5 @@
 """What every pair of saved-tensor hooks here needs: hold a tensor safely, and notice edits as autograd would."""
 
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -8,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
+from hooklab._compiler import eager
+
 __all__ = [
-    "eager",
     "hold",
     "installed",
     "is_parameter",
     "is_plain",
     "outer_hooks",
-    "refuse_compiling",
     "refuse_edited",
     "unhold",
     "version_probe",
@@ -69,19 +68,6 @@ def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
     return graph.saved_tensors_hooks(eager(pack), eager(unpack))
 
 
-def eager(function: Callable) -> Callable:
-    """The same function. Where a compiler is at work, it leaves it alone."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-
-
-def refuse_compiling(what: str) -> None:
-    """Inside a compiled function there is no Python to run; torch.compile goes on without compiling it then."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{what} cannot be opened inside torch.compile; open it around the call of the compiled model"
-        )
-
-
 def warn_of_nothing(what: str, model: nn.Module | None) -> None:
     """At the end of a block in which nothing was saved, though something should have been."""
     if model is not None and torch.is_grad_enabled():
@@ -99,6 +85,7 @@ def version_probe(tensor: Tensor) -> Tensor:
     return probe
 
 
+@eager
 def outer_hooks() -> tuple[Callable, Callable] | None:
     """The saved-tensor hooks that are active now in this thread: the innermost pair."""
     return _TOP_HOOKS(False) if _TOP_HOOKS else None

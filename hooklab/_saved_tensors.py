@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from hooklab import _packing
+from hooklab._compiler import eager, refuse_compiling
 from hooklab._table import table
 from hooklab._walk import CALL, first_shape
 
@@ -139,7 +140,7 @@ class SavedTensors(Sequence[SavedTensor]):
     # ---- the block ----
 
     def __enter__(self) -> "SavedTensors":
-        _packing.refuse_compiling("saved_tensors")
+        refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
@@ -194,6 +195,7 @@ class SavedTensors(Sequence[SavedTensor]):
         number, owner = self._memories[storage]
         return size, number, size if parts else storage.nbytes(), tensor._version, owner
 
+    @eager
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ not in SAVES_NOTHING:
             # Those of an operation that failed are gone. A checkpoint saves its input by itself: its Nodes are not ours.

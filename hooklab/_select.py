@@ -1,7 +1,6 @@
 """Find the layers of a model by name, by pattern or by class."""
 
 import re
-import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from hooklab import _refuse
+from hooklab._compiler import warn_if_compiled
 
 __all__ = ["callable_layers", "chosen", "down_to", "groups", "uncompiled"]
 
@@ -63,27 +63,6 @@ def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
     return model._orig_mod if "_orig_mod" in model._modules else model
-
-
-def warn_if_compiled(function: str, model: nn.Module) -> None:
-    """Say aloud that a compiled model may ignore hooks which are installed now."""
-    if any(map(_is_compiled, model.modules())):
-        warnings.warn(
-            f"{function}: this model is compiled; once it has run, hooks installed after compiling are ignored, "
-            "and nothing will be seen. Install them before torch.compile, or run under "
-            "torch.compiler.set_stance('force_eager').",
-            stacklevel=4,
-        )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By `torch.compile(module)`, `module.compile()`, or `torch.compile` on its forward."""
-    # A ScriptModule's attributes cannot all be asked for; what torch.compiler.disable marks is not compiled.
-    forward = getattr(module, "forward", None)
-    compiled = hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
-        forward, "_torchdynamo_disable", False
-    )
-    return "_orig_mod" in module._modules or bool(module._compiled_call_impl) or compiled
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:

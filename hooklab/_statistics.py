@@ -18,8 +18,9 @@ from torch._C._functorch import (
 )
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
+
+from hooklab._compiler import eager
 
 __all__ = ["Running", "Statistics", "plain", "short", "unbatched"]
 
@@ -77,6 +78,7 @@ def short(number: float) -> str:
 class Running:
     """Figures that grow with every tensor given to `add`."""
 
+    @eager
     def __init__(self, bins: int, range: tuple[float, float]):
         self.calls = 0
         self._bins, self._range = bins, range
@@ -103,19 +105,15 @@ class Running:
         vars(self).update(state, _lock=threading.RLock())
         _all.add(self)
 
-    def add(self, tensor: Tensor) -> None:
+    # A compiler would not see that two names stand for the same memory: here, and in `read`.
+    @eager
+    def add(self, tensor: Tensor, unwrapped: bool = False) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
-        if is_compiling():
-            self._count_untraced(tensor)
-        else:
-            self._count_entries(tensor)
-
-    def _count_entries(self, tensor: Tensor, unwrapped: bool = False) -> None:
         if not unwrapped and peek_interpreter_stack() is not None:  # inside grad, vmap, jvp of torch.func
             while is_functorch_wrapped_tensor(tensor):
                 tensor = get_unwrapped(tensor)
             with torch._C._DisableFuncTorch(), torch.no_grad():
-                self._count_entries(tensor.detach(), unwrapped=True)
+                self.add(tensor.detach(), unwrapped=True)
             return
         if tensor.requires_grad or forward_ad._current_level >= 0:
             tensor = tensor.detach()  # of its tangent, too
@@ -144,9 +142,7 @@ class Running:
             finally:
                 self._busy = False
 
-    # A compiler would not see that two names stand for the same memory.
-    _count_untraced = torch._disable_dynamo(_count_entries)
-
+    @eager
     def read(self) -> Statistics:
         """The figures so far; on a GPU this waits for it."""
         with self._lock:

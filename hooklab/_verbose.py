@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hooklab._compiler import eager
 from hooklab._features import Enough, recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
@@ -59,6 +60,7 @@ class Verbose(Installed):
         after = module.register_forward_hook(self._end(label), with_kwargs=True, always_call=True)
         self._handles.append(after)
 
+    @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         if recomputing() or not self._handles:
             return
@@ -71,6 +73,7 @@ class Verbose(Installed):
         local.stack.append((module, sys.exception()))
 
     def _end(self, label: str | None) -> Callable:
+        @eager
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             stack = self._local.stack
             if recomputing() or not leave(stack, module):

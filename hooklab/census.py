@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from hooklab import _refuse
+from hooklab._compiler import eager
 from hooklab._hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
 
 __all__ = ["HookLeak", "HookRecord", "hooks_on", "no_leftovers"]
@@ -64,6 +65,7 @@ class HookLeak(RuntimeError):
         return HookLeak, (self.hooks,)
 
 
+@eager
 def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
     """Every hook that can be listed on `obj`, and the global ones.
 

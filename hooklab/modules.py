@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 
 from hooklab import _refuse
+from hooklab._compiler import eager_inside
 from hooklab._features import Features
 from hooklab._installed import Installed
 from hooklab._layer_statistics import LayerStatistics
@@ -147,6 +148,7 @@ def features(
     return Features(model, callable_layers("features", model, patterns), keep)
 
 
+@eager_inside
 def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab import _packing, _refuse
+from hooklab._compiler import refuse_compiling
 from hooklab._offload import Packed, Queue
 from hooklab._saved_tensors import SavedTensors, nbytes, owned
 from hooklab._segments import Segments
@@ -173,7 +174,7 @@ class Offload:
         return self._queue.saved_bytes - self._queue.moved_bytes
 
     def __enter__(self) -> "Offload":
-        _packing.refuse_compiling("Offload")
+        refuse_compiling("Offload")
         blocks = getattr(_opened, "blocks", ())
         if self._model is not None and any(one._model is self._model for one, _ in blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
@@ -193,7 +194,7 @@ class Offload:
         *_opened.blocks, (_, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
         if kind is None:
-            _packing.eager(self._queue.make_room)(young=0)  # no operation is running any more
+            self._queue.make_room(young=0)  # no operation is running any more
             if not self._saved_any:
                 _packing.warn_of_nothing("Offload", self._model)
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hooklab import _refuse
+from hooklab._compiler import eager
 
 __all__ = ["Disk", "PinnedMemory"]
 
@@ -98,6 +99,7 @@ class Disk:
     Source: [open(2), O_TMPFILE](https://man7.org/linux/man-pages/man2/open.2.html).
     """
 
+    @eager
     def __init__(self, folder: str | os.PathLike | None = None):
         self.folder = os.path.abspath(folder) if folder is not None else tempfile.gettempdir()
         if os.path.isfile(self.folder):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hooklab import _refuse
+from hooklab._compiler import eager
 from hooklab._installed import Installed
 
 __all__ = ["Watch", "clip", "scale", "watch", "zero"]
@@ -199,6 +200,7 @@ def _copy(grad: Tensor) -> Tensor:
 
 
 def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
+    @eager
     def record(grad: Tensor | None) -> None:
         if grad is not None:
             gradients.append(_copy(grad))

@@ -16,9 +16,10 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hooklab import _refuse
+from hooklab._compiler import eager, is_compiled, refuse_compiling
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
-from hooklab._packing import eager, hold, installed, outer_hooks, unhold
+from hooklab._packing import hold, installed, outer_hooks, unhold
 from hooklab._walk import behind, first_shape, forget_interrupted, leave, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
@@ -93,6 +94,7 @@ class Trace:
         self._held.clear()
 
     def __enter__(self) -> "Trace":
+        refuse_compiling("trace")
         if self._removed:
             raise RuntimeError(
                 "trace: its hooks have been removed, and do not come back; call trace again for new ones"
@@ -170,6 +172,7 @@ class Trace:
                 if node not in hung:
                     self._hang_on_node(node)
 
+    @eager
     def _hang_on_node(self, node: graph.Node) -> None:
         # A compiler makes Nodes, and runs them, to see what backward will need.
         if self._removed or torch.compiler.is_compiling():
@@ -182,9 +185,11 @@ class Trace:
         leaf = getattr(node, "variable", None)
         where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
 
+        @eager
         def before(grad_outputs: tuple) -> None:
             self._record("Node pre-hook", where, first_shape(grad_outputs), inside)
 
+        @eager
         def after(grad_inputs: tuple, grad_outputs: tuple) -> None:
             self._record("Node hook", where, first_shape(grad_inputs), inside)
 
@@ -227,15 +232,17 @@ class Trace:
         return hook
 
     def _on_gradient(self, kind: str, where: str) -> Callable:
-        return lambda grad: self._record(kind, where, first_shape(grad))
+        return eager(lambda grad: self._record(kind, where, first_shape(grad)))
 
     def _on_accumulated(self, where: str) -> Callable:
-        return lambda param: self._record(
-            "post-accumulate-grad hook", where, first_shape(param), self._node().inside
+        return eager(
+            lambda param: self._record(
+                "post-accumulate-grad hook", where, first_shape(param), self._node().inside
+            )
         )
 
     def _on_step(self, kind: str) -> Callable:
-        return lambda optimizer, args, kwargs: self._record(kind, type(optimizer).__name__, None)
+        return eager(lambda optimizer, args, kwargs: self._record(kind, type(optimizer).__name__, None))
 
     def _packing(self) -> tuple[Callable, Callable]:
         outer = outer_hooks()
@@ -354,7 +361,7 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
         )
     for name, tensor in tensors.items():
         _refuse.unhookable("trace", name, tensor)
-    if any(hasattr(module, "_orig_mod") for module in (model.modules() if model is not None else ())):
+    if model is not None and any(map(is_compiled, model.modules())):
         warnings.warn(
             "trace: this model is compiled; hooks placed after compiling are ignored inside it, so only what "
             "surrounds it is seen. Trace the model before torch.compile, or under torch.compiler.set_stance('force_eager').",

@@ -4,13 +4,25 @@ Mostly the eager backend, without the time that generating code takes.
 """
 
 import logging.handlers
+import subprocess
+import sys
 
 import pytest
 import torch
 from models import mlp
 from torch import nn
 
-from hooklab import features, layer_statistics, no_leftovers, trace, verbose, with_grad
+from hooklab import (
+    Offload,
+    features,
+    layer_statistics,
+    no_leftovers,
+    saved_tensors,
+    trace,
+    verbose,
+    watch,
+    with_grad,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +178,189 @@ def test_a_forward_that_the_compiler_leaves_alone_is_not_announced(model, recwar
     with features(model, "1"):
         pass
     assert not recwarn.list
+
+
+class Broken(nn.Module):
+    """A layer in the middle of which the compiler gives up and goes on: two graphs."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x * torch.sigmoid(x)
+
+
+BLOCKS = {
+    "trace": lambda model: trace(model),
+    "saved_tensors": lambda model: saved_tensors(model),
+    "Offload": lambda model: Offload(model, to="disk", min_bytes=0),
+    "with_grad": lambda model: features(model, "*", keep=with_grad),
+    "statistics": lambda model: layer_statistics(model, "*", of="grad_output"),
+    "watch": lambda model: watch(weight=model[0].weight),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_whole_step_can_be_compiled_inside_a_block(block, backend, broken, x, complaints, recwarn):
+    """Where backward, too, is called from what is compiled, the compiler comes across our hooks there as well."""
+    model = mlp(4, 5, 2)
+    model[1] = Broken() if broken else model[1]
+
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    expected = step(x), [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with no_leftovers(model), BLOCKS[block](model) as found:
+        compiled = torch.compile(step, backend=backend)
+        for _ in range(3):
+            model.zero_grad()
+            loss = compiled(x)
+    assert torch.allclose(loss, expected[0])
+    for parameter, grad in zip(model.parameters(), expected[1], strict=True):
+        assert torch.allclose(parameter.grad, grad)
+    assert not complaints
+    assert not recwarn.list
+    if block == "trace":
+        assert sum(event.kind == "post-accumulate-grad hook" for event in found.events) == 3 * 4
+    elif block == "saved_tensors":
+        assert found.total_bytes > 0
+        assert found.held[-1] == 0
+    elif block == "Offload":
+        assert found.moved_bytes > 0
+    elif block == "with_grad":
+        assert all(found[name].grad is not None for name in found)
+    elif block == "statistics":
+        assert [figures.calls for figures in found.values()] == [3, 3, 3]
+    else:
+        assert len(found.history["weight"]) == 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("opened", ["inside", "around"])
+def test_figures_read_in_what_is_compiled_are_those_so_far(backend, opened):
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU())
+    around = layer_statistics(model, "1")
+
+    def figures(x):
+        if opened == "around":
+            return model(x), around["1"].mean, around["1"].zeros, around["1"].calls
+        with layer_statistics(model, "1") as stats:
+            output = model(x)
+        return output, stats["1"].mean, stats["1"].zeros, stats["1"].calls
+
+    compiled, outputs = torch.compile(figures, backend=backend), []
+    with around:
+        for rows in (3, 3, 1_000, 3, 4):
+            torch.manual_seed(10 * len(outputs) + rows)
+            output, mean, zeros, calls = compiled(torch.randn(rows, 4))
+            outputs = (
+                [*outputs, output.detach().double().flatten()]
+                if opened == "around"
+                else [output.double().flatten()]
+            )
+            expected = torch.cat(outputs)
+            assert mean == pytest.approx(expected.mean().item())
+            assert zeros == pytest.approx((expected == 0).double().mean().item())
+            assert calls == len(outputs)
+
+
+def test_a_compiled_model_that_failed_can_be_called_again(x):
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return self[2](self[1](self[0](x)))
+
+    model = Net(*mlp(4, 5, 2))
+    with features(model, "1") as f:
+        compiled = torch.compile(model, backend="eager")
+        compiled(x)
+        with pytest.raises(Exception, match=r"reduction dim|shapes cannot be multiplied"):
+            compiled(torch.ones(3, 7))
+        for _ in range(2):
+            compiled(x + 1)
+            assert torch.allclose(f["1"], model[1](model[0](x + 1)))
+
+
+def test_shapes_that_the_compiler_leaves_open_are_written(model, x):
+    lines = []
+    with verbose(model, write=lines.append):
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        for rows in (3, 2):
+            compiled(x[:rows])
+    assert [line.split(maxsplit=2)[2] for line in lines] == [
+        f"[{rows}, {width}]" for rows in (3, 2) for width in (5, 5, 2)
+    ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_trace_opened_in_what_is_compiled_sees_backward(backend):
+    def lines(x):
+        y = x * 2
+        with trace(y=y, x=x) as events:
+            y.sum().backward()
+        return events.lines()
+
+    expected = [line.replace("MulBackward0", "Node") for line in lines(torch.ones(3, requires_grad=True))]
+    found = torch.compile(lines, backend=backend)(torch.ones(3, requires_grad=True))
+    own = "MulBackward0" if backend == "eager" else "CompiledFunctionBackward"
+    assert [line.replace(own, "Node") for line in found] == expected
+
+
+@pytest.mark.parametrize("how", ["of the instance", "Module.compile"])
+def test_a_trace_says_of_every_compiled_part_that_it_is_one(model, how):
+    model = nn.Sequential(model, nn.Linear(2, 2))
+    if how == "Module.compile":
+        model[0].compile(backend="eager")
+    else:
+        model[0].forward = torch.compile(model[0].forward, backend="eager")
+    with pytest.warns(UserWarning, match="trace: this model is compiled") as caught:
+        trace(model).remove()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("install", [features, layer_statistics, verbose])
+def test_one_graph_for_all_is_refused_with_the_way_out(model, x, install):
+    with (
+        install(model, "1"),
+        pytest.raises(
+            torch._dynamo.exc.Unsupported, match=r"hooks of hooklab.*compile without fullgraph=True"
+        ),
+    ):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+LATE = """
+import sys, torch
+from torch import nn
+import hooklab
+
+class Broken(nn.Module):
+    def forward(self, x):
+        print(end="")
+        return x * torch.sigmoid(x)
+
+def step(x):
+    model(x).sum().backward()
+
+model = nn.Sequential(nn.Linear(8, 8), Broken(), nn.Linear(8, 2))
+assert "torch._dynamo" not in sys.modules, "hooklab loads the compiler: that takes seconds"
+with hooklab.{block} as found:
+    torch.compile(step, backend="aot_eager")(torch.ones(4, 8))
+if {block!r}.startswith("saved"):
+    assert found.total_bytes > 0 == found.held[-1]
+elif {block!r}.startswith("Offload"):
+    assert found.moved_bytes > 0
+"""
+
+
+@pytest.mark.parametrize(
+    "block", ["trace(model)", "saved_tensors(model)", "Offload(model, to='disk', min_bytes=0)"]
+)
+def test_a_compiler_that_is_loaded_after_our_hooks_leaves_them_alone(block, tmp_path):
+    """In a process of its own: here it is loaded already."""
+    program = tmp_path / "program.py"
+    program.write_text(LATE.format(block=block))
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=300)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

@@ -1,0 +1,72 @@
+"""What torch.compile must leave alone: our hooks run in Python, on real tensors."""
+
+import warnings
+from collections.abc import Callable
+from types import CodeType
+
+import torch
+from torch import nn
+
+__all__ = ["eager", "eager_inside", "is_compiled", "refuse_compiling", "warn_if_compiled"]
+
+# The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own; where
+# they have gone, a compiler that traces a hook still leaves it out, by its mark.
+_frames = getattr(torch._C._dynamo, "eval_frame", None)
+_set_strategy = getattr(_frames, "set_code_exec_strategy", None)
+
+
+def eager(function: Callable) -> Callable:
+    """The same function. Where a compiler is at work, it leaves it alone, and what it calls.
+
+    As `torch.compiler.disable` does, without a frame more in every call; holds also for a compiler that is loaded later.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "hooks of hooklab run in Python; compile without fullgraph=True"
+    _skip(function.__code__)
+    return function
+
+
+def eager_inside(function: Callable) -> Callable:
+    """The same for the functions defined in `function` that autograd alone calls: to mark each takes longer than it."""
+    for part in function.__code__.co_consts:
+        if isinstance(part, CodeType):
+            _skip(part)
+    return function
+
+
+def _skip(code: CodeType) -> None:
+    if _set_strategy is not None:
+        skip = _frames._FrameAction.SKIP
+        _set_strategy(code, _frames._FrameExecStrategy(skip, skip))
+
+
+eager(eager)
+
+
+def refuse_compiling(what: str) -> None:
+    """Inside a compiled function there is no Python to run; torch.compile goes on without compiling it then."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{what} cannot be opened inside torch.compile; open it around the call of the compiled model"
+        )
+
+
+def warn_if_compiled(function: str, model: nn.Module) -> None:
+    """Say aloud that a compiled model may ignore hooks which are installed now."""
+    if any(map(is_compiled, model.modules())):
+        warnings.warn(
+            f"{function}: this model is compiled; once it has run, hooks installed after compiling are ignored, "
+            "and nothing will be seen. Install them before torch.compile, or run under "
+            "torch.compiler.set_stance('force_eager').",
+            stacklevel=4,
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)`, `module.compile()`, or `torch.compile` on its forward."""
+    # A ScriptModule's attributes cannot all be asked for; what torch.compiler.disable marks is not compiled.
+    forward = getattr(module, "forward", None)
+    compiled = hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
+        forward, "_torchdynamo_disable", False
+    )
+    return "_orig_mod" in module._modules or bool(module._compiled_call_impl) or compiled
