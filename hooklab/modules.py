@@ -79,7 +79,8 @@ def verbose(
             negative; `write` cannot be called. No hook is installed then.
         RuntimeError: entered again after its hooks were removed.
 
-    A model that is compiled already may ignore hooks; a warning says so.
+    Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
+    that is compiled already may ignore hooks; a warning says so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -133,7 +134,8 @@ def features(
             the version counter, which inference tensors lack: they are not checked. Also when entered again
             after its hooks were removed.
 
-    A model that is compiled already may ignore hooks; a warning says so.
+    Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
+    that is compiled already may ignore hooks; a warning says so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -245,7 +247,8 @@ def layer_statistics(
         ValueError: no pattern, a layer without a forward, `of` misspelt, negative `bins`, an empty `range`.
         RuntimeError: entered again after its hooks were removed.
 
-    A model that is compiled already may ignore hooks; a warning says so.
+    Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
+    that is compiled already may ignore hooks; a warning says so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())

@@ -328,9 +328,10 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     module's backward (from its Nodes: a full backward hook would add Nodes and forbid in-place layers).
     Saved-tensor hooks active on entry go on working; contexts opened inside (a checkpoint) displace this one,
     so what they save is not seen. `torch.func.grad`, `vjp`, `jacrev` and `hessian` refuse to run beside saved-tensor
-    hooks: call `trace` without `with` there. Inside a compiled model only what surrounds it is seen. Without
-    `torch.autograd.graph.node_creation_hook` (PyTorch before 2.15) the Nodes of the model are seen, those of
-    the loss are not.
+    hooks: call `trace` without `with` there. Of a model that is compiled already only what surrounds it is
+    seen; one that is compiled inside the block is interrupted at each hook, and its Nodes are the compiler's.
+    Without `torch.autograd.graph.node_creation_hook` (PyTorch before 2.15) the Nodes of the model are seen,
+    those of the loss are not.
 
     Raises:
         TypeError: `model` is no module, a tensor has no name or is none, or nothing was given.
