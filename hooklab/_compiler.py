@@ -9,10 +9,12 @@ from torch import nn
 
 __all__ = ["eager", "eager_inside", "is_compiled", "refuse_compiling", "warn_if_compiled"]
 
-# The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own; where
-# they have gone, a compiler that traces a hook still leaves it out, by its mark.
-_frames = getattr(torch._C._dynamo, "eval_frame", None)
-_set_strategy = getattr(_frames, "set_code_exec_strategy", None)
+try:
+    # The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own;
+    # where they have gone, a compiler that traces a call of ours still leaves it out, by its mark.
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError:  # another PyTorch
+    set_code_exec_strategy = None
 
 
 def eager(function: Callable) -> Callable:
@@ -35,9 +37,8 @@ def eager_inside(function: Callable) -> Callable:
 
 
 def _skip(code: CodeType) -> None:
-    if _set_strategy is not None:
-        skip = _frames._FrameAction.SKIP
-        _set_strategy(code, _frames._FrameExecStrategy(skip, skip))
+    if set_code_exec_strategy is not None:
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 eager(eager)

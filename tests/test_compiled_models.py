@@ -364,3 +364,19 @@ def test_a_compiler_that_is_loaded_after_our_hooks_leaves_them_alone(block, tmp_
     program.write_text(LATE.format(block=block))
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_a_pytorch_whose_compiler_has_other_names_inside_can_be_used(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
+import torch
+del torch._C._dynamo.eval_frame._FrameExecStrategy
+from hooklab import Offload, _compiler, features, trace
+assert _compiler.set_code_exec_strategy is None
+model = torch.nn.Linear(2, 2)
+with features(model, "") as f, trace(model) as events, Offload(model, to="disk", min_bytes=0) as moved:
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+print(list(f), len(events.phase("backward")) > 3, moved.moved_bytes)
+""")
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=300)
+    assert (ran.stdout, ran.stderr) == ("[''] True 8\n", "")
