@@ -24,6 +24,8 @@ SCREENSHOTS = Path(__file__).parent / "screenshots"
 PAGE = {"width": 1100, "height": 1000}  # of the picture in the README
 VIEWPORT = {"width": 1100, "height": 2000}  # pixels; a slice of a screenshot is a little less high
 DEADLINE = 120  # seconds, for whatever a busy machine may delay
+# The notebook in front. Newer JupyterLabs hide what is behind without taking it off the page.
+FRONT = ".jp-NotebookPanel:visible:not([style*=content-visibility])"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 FOLDERS = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"]
@@ -232,7 +234,7 @@ def photograph_page(page, name: str) -> None:
     SCREENSHOTS.mkdir(exist_ok=True)
     page.set_viewport_size(PAGE)
     kinds = ".jp-RenderedSVG, .jp-RenderedImage, .jp-MarkdownOutput img"
-    picture = page.locator(".jp-NotebookPanel:visible").locator(kinds)
+    picture = page.locator(FRONT).locator(kinds)
     if picture.count():
         picture.first.evaluate("it => it.scrollIntoView({ block: 'center' })")
     save(page, f"{name}.page", {"x": 0, "y": 0, **PAGE})
@@ -244,7 +246,7 @@ def photograph(page, name: str) -> None:
     SCREENSHOTS.mkdir(exist_ok=True)
     for old in SCREENSHOTS.glob(f"{name}.[0-9]*.png"):
         old.unlink()
-    scroller = page.locator(".jp-NotebookPanel:visible .jp-WindowedPanel-outer")
+    scroller = page.locator(f"{FRONT} .jp-WindowedPanel-outer")
     box = scroller.bounding_box()
     for number, top in enumerate(
         range(0, scroller.evaluate("it => it.scrollHeight"), int(box["height"])), start=1

@@ -93,7 +93,7 @@ def choose(page, language):
 
 
 def button(page):
-    return page.locator('.jp-NotebookPanel:visible [data-command="hooklab:language-next"]')
+    return page.locator(f'{lab.FRONT} [data-command="hooklab:language-next"]')
 
 
 def expected(language):
@@ -120,7 +120,7 @@ def test_the_toolbar_button_switches_prose_and_messages(untrusted, page):
 
 
 def test_a_picture_is_drawn_before_anyone_has_run_it(untrusted, page):
-    image = page.locator(".jp-NotebookPanel:visible .jp-RenderedSVG img")
+    image = page.locator(f"{lab.FRONT} .jp-RenderedSVG img")
     expect(image).to_have_attribute("alt", "x (3) -> AccumulateGrad")
     assert image.evaluate("async it => { await it.decode(); return it.naturalWidth; }") == 70
 
@@ -182,32 +182,95 @@ def test_every_open_notebook_follows(untrusted, page, folder):
         expect(buttons).to_have_text([LABELS[language]] * buttons.count())
 
 
+MODE = "(app, { content }, mode) => { content.notebookConfig = { ...content.notebookConfig, windowingMode: mode }; }"
+SCROLL = "(app, { content }) => { content.outerNode.scrollTop = content.outerNode.scrollHeight / 3; }"
+TOPS = """(app, { content }) => content.widgets.map(  // of the cells, in the window
+  ({ node }) => node.getBoundingClientRect().top - content.outerNode.getBoundingClientRect().top)"""
+
+
 @pytest.mark.parametrize("mode", ["none", "contentVisibility"])
 @pytest.mark.parametrize("stem", ["12_changing_gradients", "33_offloading_to_cpu"])
 def test_the_reader_stays_at_the_same_cell(page, folder, mode, stem):
-    mode_of = "(app, { content }, mode) => { content.notebookConfig = { ...content.notebookConfig, windowingMode: mode }; }"
-    scroll = "(app, { content }) => { content.outerNode.scrollTop = content.outerNode.scrollHeight / 3; }"
-    begin = """(app, { content }) => content.widgets.map(
-      ({ node }) => node.getBoundingClientRect().top - content.outerNode.getBoundingClientRect().top)"""
     choose(page, "both")
     lab.open_notebook(page, f"{stem}.ipynb")
     # Its kernel must not be ended before it has begun.
     lab.ask(page, "async (app, panel) => { await panel.sessionContext.session.kernel.info; }")
     page.set_viewport_size(lab.PAGE)
-    for step in (mode_of, scroll):
+    for step in (MODE, SCROLL):
         lab.ask(page, step, mode)
         page.wait_for_timeout(500)  # ms: the time to draw what has come into view
     for language in ("zh", "en", "both"):
-        before = lab.ask(page, begin)
+        before = lab.ask(page, TOPS)
         first = next(
             number for number, top in enumerate(before) if top >= 0
         )  # the first that begins in the window
         assert first > 5
         button(page).click()
         page.wait_for_timeout(500)
-        assert abs(lab.ask(page, begin)[first] - before[first]) < 3, language
+        assert abs(lab.ask(page, TOPS)[first] - before[first]) < 3, language
     page.set_viewport_size(lab.VIEWPORT)
     lab.close_notebook(page)
+
+
+@pytest.mark.parametrize("mode", ["none", "contentVisibility"])
+def test_the_reader_comes_back_to_the_same_cell_of_a_notebook_behind_another(page, folder, mode):
+    choose(page, "both")
+    page.set_viewport_size(lab.PAGE)
+    front, behind = "empty.ipynb", "12_changing_gradients.ipynb"
+    (folder / front).write_text(json.dumps({**read(NOTEBOOKS[0]), "cells": []}), encoding="utf-8")
+    for name in (front, behind):
+        lab.open_notebook(page, name)
+        # Its kernel must not be ended before it has begun.
+        lab.ask(page, "async (app, panel) => { await panel.sessionContext.session.kernel.info; }")
+    for step in (MODE, SCROLL):
+        lab.ask(page, step, mode)
+        page.wait_for_timeout(500)  # ms: the time to draw what has come into view
+    for language in ("zh", "en", "both"):
+        before = lab.ask(page, TOPS)
+        first = next(number for number, top in enumerate(before) if top >= 0)
+        assert first > 5
+        lab.open_notebook(page, front)
+        choose(page, language)
+        lab.open_notebook(page, behind)
+        page.wait_for_timeout(1000)
+        assert abs(lab.ask(page, TOPS)[first] - before[first]) < 3, language
+    page.set_viewport_size(lab.VIEWPORT)
+    for name in (front, behind):
+        lab.open_notebook(page, name)
+        lab.close_notebook(page)
+
+
+@pytest.mark.parametrize("language", LABELS)
+def test_what_is_printed_is_in_the_language_that_is_chosen(untrusted, page, language):
+    """JupyterLab hangs up a frame with a page from the server, lets it load, prints it and takes it away."""
+    lab.open_notebook(page, "untrusted.ipynb")
+    choose(page, language)
+    printed = """async app => {
+      const loaded = new Promise(done => {
+        new MutationObserver((changes, self) => {
+          const frame = [...document.body.querySelectorAll(':scope > iframe')].at(-1);
+          if (!frame) return;
+          self.disconnect();
+          frame.addEventListener('load', () => {
+            frame.contentWindow.print = () => {};
+            done(frame.contentDocument);
+          });
+        }).observe(document.body, { childList: true });
+      });
+      app.commands.execute('apputils:print');
+      const page = await loaded, shown = it => getComputedStyle(it).display !== 'none';
+      return {
+        languages: [...new Set([...page.querySelectorAll('[lang]')].filter(it => it !== page.documentElement)
+          .map(it => `${it.closest('.hooklab-message') ? 'message' : 'prose'} ${it.lang} ` +
+            (shown(it) ? 'shown' : 'hidden')))],
+        pictures: await Promise.all([...page.images].map(async it => { await it.decode(); return it.naturalWidth; })),
+        colour: getComputedStyle(page.querySelector('.hooklab-message')).borderLeftStyle,
+      };
+    }"""
+    found = lab.ask(page, printed)
+    assert set(found["languages"]) == expected(language)
+    assert max(found["pictures"]) > 500, "the map of all hooks"
+    assert found["colour"] == "solid"
 
 
 def test_every_cell_runs_and_shows_what_is_stored(notebook, page):

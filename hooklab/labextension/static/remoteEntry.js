@@ -34,29 +34,64 @@
 
   let current;
   function show(name) {
+    const scrollers = [...document.querySelectorAll(SCROLLER)];
+    const places = scrollers.filter((scroller) => scroller.checkVisibility()).map(placeIn);
     current = name;
-    const mend = keepPlace();
     document.documentElement.dataset.hooklabLanguage = name;
-    mend();
+    places.forEach(keep);
   }
 
-  // The topmost cell of each notebook stays where it is, while the prose above it grows or shrinks. For a moment:
-  // JupyterLab learns how high a cell is when it draws it.
-  function keepPlace() {
-    const places = [];
-    for (const scroller of document.querySelectorAll(".jp-Notebook .jp-WindowedPanel-outer")) {
-      const { top, height } = scroller.getBoundingClientRect();
-      const cells = [...scroller.querySelectorAll(".jp-Cell")];
-      const cell = cells.find((it) => it.getBoundingClientRect().top >= top - 1) ?? cells.at(-1);
-      if (height && cell) places.push([scroller, cell, cell.getBoundingClientRect().top]);
-    }
+  // The topmost cell of a notebook stays where it is, while the prose above it grows or shrinks.
+  const SCROLLER = ".jp-Notebook .jp-WindowedPanel-outer";
+  function placeIn(scroller) {
+    const { top } = scroller.getBoundingClientRect();
+    const cells = [...scroller.querySelectorAll(".jp-Cell")];
+    const cell = cells.find((one) => one.getBoundingClientRect().top >= top - 1) ?? cells.at(-1);
+    return { scroller, cell, below: cell && cell.getBoundingClientRect().top - top, language: current };
+  }
+
+  // For a moment: JupyterLab learns how high a cell is when it draws it.
+  function keep({ scroller, cell, below }) {
     const end = performance.now() + 300; // ms
-    return function mend() {
-      for (const [scroller, cell, before] of places) {
-        scroller.scrollTop += cell.getBoundingClientRect().top - before;
-      }
-      if (places.length && performance.now() < end) requestAnimationFrame(mend);
-    };
+    function mend() {
+      const { top } = scroller.getBoundingClientRect();
+      scroller.scrollTop += cell.getBoundingClientRect().top - top - below;
+      if (performance.now() < end) requestAnimationFrame(mend);
+    }
+    if (cell) mend();
+  }
+
+  // A notebook behind another one cannot be measured: what counts is where it was when its last scrolling had settled.
+  const places = new WeakMap();
+  const settled = new WeakMap();
+  function notePlace({ target }) {
+    if (!target.matches?.(SCROLLER)) return;
+    const note = () => target.checkVisibility() && places.set(target, placeIn(target));
+    note();
+    clearTimeout(settled.get(target));
+    settled.set(target, setTimeout(note, 200)); // ms: cells that have come into view are drawn by then
+  }
+  document.addEventListener("scroll", notePlace, { capture: true, passive: true });
+
+  function comesToTheFront(_, { newValue }) {
+    const place = places.get(newValue?.node.querySelector(SCROLLER));
+    if (place && place.language !== current) keep(place);
+  }
+
+  // File > Print shows a page that the server made, in a frame: it knows neither the language nor the folder.
+  function translatePrinted(frame, app) {
+    const path = app.shell.currentWidget?.context?.path;
+    if (frame.localName !== "iframe" || !frame.srcdoc || path === undefined) return;
+    const page = new DOMParser().parseFromString(frame.srcdoc, "text/html");
+    if (!page.querySelector(".jp-Notebook")) return;
+    page.documentElement.dataset.hooklabLanguage = current;
+    const base = document.createElement("base");
+    const { contents, serverSettings } = app.serviceManager;
+    const parts = contents.localPath(path).split("/").map(encodeURIComponent);
+    base.href = new URL(`files/${parts.join("/")}`, serverSettings.baseUrl);
+    page.head.prepend(base);
+    page.head.append(style.cloneNode());
+    frame.srcdoc = `<!DOCTYPE html>${page.documentElement.outerHTML}`;
   }
 
   // JupyterLab shows an SVG only once its cell has run here, and says nothing of it to a screen reader. Here it is
@@ -110,6 +145,14 @@
       execute: () => choose(next()),
     });
     palette?.addItem({ command: "hooklab:language-next", category });
+
+    app.shell.currentChanged?.connect(comesToTheFront);
+
+    // In the moment in which the frame is hung up: JupyterLab waits for it to load, and prints it then.
+    new MutationObserver((changes) => {
+      const added = changes.flatMap(({ addedNodes }) => [...addedNodes]);
+      added.forEach((node) => translatePrinted(node, app));
+    }).observe(document.body, { childList: true });
 
     // Another tab of this browser chose a language.
     window.addEventListener("storage", ({ key }) => {
