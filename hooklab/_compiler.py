@@ -7,7 +7,7 @@ from types import CodeType
 import torch
 from torch import nn
 
-__all__ = ["eager", "eager_inside", "is_compiled", "refuse_compiling", "warn_if_compiled"]
+__all__ = ["compiling", "eager", "eager_inside", "is_compiled", "refuse_compiling", "warn_if_compiled"]
 
 try:
     # The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own;
@@ -15,6 +15,10 @@ try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:  # another PyTorch
     set_code_exec_strategy = None
+try:
+    from torch._guards import CompileContext, TracingContext  # each thread has its own
+except ImportError:
+    CompileContext = TracingContext = None
 
 
 def eager(function: Callable) -> Callable:
@@ -44,9 +48,24 @@ def _skip(code: CodeType) -> None:
 eager(eager)
 
 
+def compiling() -> bool:
+    """True where a compiler is at work in this thread: `torch.compiler.is_compiling()` is true in all threads then."""
+    if not torch.compiler.is_compiling():
+        return False
+    contexts = [context for context in (CompileContext, TracingContext) if context is not None]
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or not contexts
+        or any(one.try_get() is not None for one in contexts)
+    )
+
+
+_skip(compiling.__code__)  # a tracer goes into it, and answers yes; compiled by itself it would always say so
+
+
 def refuse_compiling(what: str) -> None:
     """Inside a compiled function there is no Python to run; torch.compile goes on without compiling it then."""
-    if torch.compiler.is_compiling():
+    if compiling():
         raise NotImplementedError(
             f"{what} cannot be opened inside torch.compile; open it around the call of the compiled model"
         )

@@ -9,30 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import _current_graph_task_id as graph_task
 
 from hooklab import _refuse
+from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._installed import Installed
 from hooklab._packing import outer_hooks
-from hooklab._select import groups, uncompiled
+from hooklab._select import groups, is_gathered, uncompiled
 from hooklab._walk import called_by_itself, map_tensors, tensors_in
 
-__all__ = ["NO_BACKWARD", "Enough", "Features", "graph_task", "recomputing"]
+__all__ = ["Enough", "Features"]
 
-# Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
-NO_BACKWARD = -1
 NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
-
-
-def recomputing() -> bool:
-    """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
-    if graph_task() != NO_BACKWARD:
-        return True
-    if not is_grad_enabled():
-        return False
-    hooks = outer_hooks()
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
 class Enough(Exception):
@@ -127,7 +115,9 @@ class Features(Installed, Mapping[str, Any]):
         own = len(self._handles)
         try:
             # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
-            for module, _ in self._groups:
+            # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
+            whole = any(map(is_gathered, self._model.modules()))
+            for module, _ in () if whole else self._groups:
                 self._handles.append(module.register_forward_hook(self._stop))
             self._model(*args, **kwargs)
         except Exception as error:
@@ -176,7 +166,7 @@ class Features(Installed, Mapping[str, Any]):
         def keeping(name: str) -> Callable:
             @eager
             def hook(module: nn.Module, args: tuple, output: Any) -> None:
-                if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
+                if quick and output.__class__ is Tensor and task() == NO_BACKWARD and outer_hooks() is None:
                     try:
                         kept = keep(output)
                     except Exception as error:
@@ -214,13 +204,18 @@ class Features(Installed, Mapping[str, Any]):
 
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
-        if recomputing() or not self._handles:
+        again = recomputing()
+        if not self._handles or (again and self._detaches):
             return
+        # Also in a recomputation, which has to draw the random numbers that the forward has drawn.
         try:
-            kept = self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
+            with apart():
+                kept = self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
         except Exception as error:
             _blame_keep(error, name)
             raise
+        if again:
+            return
         if self._running:
             self._log.append((name, kept, _versions(kept)))
         else:  # called by itself, outside a forward of the model

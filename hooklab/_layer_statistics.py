@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, nn
 
 from hooklab import _refuse
+from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
-from hooklab._features import NO_BACKWARD, graph_task, recomputing
 from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short, unbatched

@@ -87,6 +87,7 @@ class Packed:
                 self.leave()
         return self.room is not None
 
+    @eager
     def leave(self) -> None:
         if self.room is not None:
             self.room.left.append(self.inside)

@@ -218,6 +218,7 @@ class Saved:
         self.log, self.record, self.content = log, record, content
         log.append((record, 1))
 
+    @eager
     def __del__(self) -> None:
         self.log.append((self.record, -1))
 

@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import _refuse
+from hooklab._compiler import compiling
 from hooklab._packing import is_plain, refuse_edited
 
 __all__ = ["Segments"]
 
 SMALL = 4096  # numbers
 Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values
-Named = dict[tuple[nn.Module, str], Tensor | None]  # buffers, by their owner and their name there
+Named = dict[
+    tuple[nn.Module, str], Tensor | None
+]  # buffers or parameters, by their owner and their name there
 
 
 class Segmented(nn.Sequential):
@@ -62,7 +66,7 @@ class Segmented(nn.Sequential):
 
 def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest computed again."""
-    if torch.compiler.is_compiling():
+    if compiling():
         raise NotImplementedError(
             "checkpoint_segments does not work inside torch.compile, which has its own way to compute again; "
             "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
@@ -104,16 +108,24 @@ class Buffers:
     """Computing a segment again starts from the buffers as its forward found them, and changes copies only.
 
     So running statistics are updated once, and a buffer that the output depends on has its old value again; and
-    so have `training`, `requires_grad`, and whether a Sequential inside runs in segments.
+    so have `training`, `requires_grad`, and whether a Sequential inside runs in segments. The parameters are those
+    of the forward, which `torch.func.functional_call` gives for a while, and `parametrize.cached()` computes once.
     """
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
         # Flags and the buffers, as the forward found them.
         self.before: tuple[Flags, Named] | None = None
+        self.parameters = self.own_parameters()
+        self.cached = parametrize._cache_enabled, dict(parametrize._cache)
 
     def buffers(self) -> Named:
         return {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
+
+    def own_parameters(self) -> Named:
+        """Without those that are gathered for each forward, as by `fully_shard`."""
+        found = ((one, name, p) for one in self.owners for name, p in one._parameters.items())
+        return {(one, name): p for one, name, p in found if type(p) in (Tensor, nn.Parameter)}
 
     def flags(self) -> Flags:
         flags = []
@@ -162,11 +174,24 @@ class Buffers:
         copies = _copies(before)  # memory may be full: nothing is replaced yet
         # Also of what has been replaced since then.
         now = self.flags() + [(one, name, getattr(one, name)) for one, name, _ in flags], self.buffers()
+        parameters, cached = self.own_parameters(), (parametrize._cache_enabled, parametrize._cache)
+        in_use = self.cached[0] or cached[0]
         try:
+            _swap({place: self.parameters.get(place, p) for place, p in parameters.items()})
             self.put(flags, _replaced(before, copies))
+            if in_use:
+                parametrize._cache_enabled, parametrize._cache = self.cached[0], dict(self.cached[1])
             yield
         finally:
+            if in_use:
+                parametrize._cache_enabled, parametrize._cache = cached
+            _swap(parameters)
             self.put(*now)
+
+
+def _swap(parameters: Named) -> None:
+    for (module, name), parameter in parameters.items():
+        module._parameters[name] = parameter
 
 
 def _is_there(tensor: Tensor | None) -> bool:

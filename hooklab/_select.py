@@ -11,7 +11,7 @@ from torch import nn
 from hooklab import _refuse
 from hooklab._compiler import warn_if_compiled
 
-__all__ = ["callable_layers", "chosen", "down_to", "groups", "uncompiled"]
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_gathered", "is_sharded", "uncompiled"]
 
 MAX_DEPTH = 900  # of a module inside a module
 
@@ -63,6 +63,16 @@ def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
     return model._orig_mod if "_orig_mod" in model._modules else model
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """True where parameters are gathered before each forward, and let go after it: FSDP, of both kinds."""
+    return callable(getattr(type(module), "unshard", None)) or "_fsdp_wrapped_module" in module._modules
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """True where hooks on parameters never fire: `fully_shard`, and FSDP with `use_orig_params=True`."""
+    return is_gathered(module) and vars(module).get("_use_orig_params", True)
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:

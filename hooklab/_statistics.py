@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hooklab._checkpoints import modes_open, selective
 from hooklab._compiler import eager
 
 __all__ = ["Running", "Statistics", "plain", "short", "unbatched"]
@@ -114,6 +115,10 @@ class Running:
                 tensor = get_unwrapped(tensor)
             with torch._C._DisableFuncTorch(), torch.no_grad():
                 self.add(tensor.detach(), unwrapped=True)
+            return
+        if modes_open() and selective():
+            with _disable_current_modes():
+                self.add(tensor, unwrapped=True)
             return
         if tensor.requires_grad or forward_ad._current_level >= 0:
             tensor = tensor.detach()  # of its tangent, too

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from hooklab._checkpoints import recomputing
 from hooklab._compiler import eager
-from hooklab._features import Enough, recomputing
+from hooklab._features import Enough
 from hooklab._installed import Installed
 from hooklab._select import groups, uncompiled
 from hooklab._walk import CALL, forget_interrupted, leave, shapes

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 
 from hooklab import _refuse
-from hooklab._compiler import eager_inside
+from hooklab._compiler import eager, eager_inside
 from hooklab._features import Features
 from hooklab._installed import Installed
 from hooklab._layer_statistics import LayerStatistics
-from hooklab._select import callable_layers, chosen, down_to
+from hooklab._select import callable_layers, chosen, down_to, is_sharded
 from hooklab._verbose import Verbose
 
 __all__ = ["clip_gradients", "features", "layer_statistics", "select", "verbose", "with_grad"]
@@ -49,6 +50,7 @@ def select(model: nn.Module, *patterns: str | type[nn.Module]) -> dict[str, nn.M
     return chosen("select", model, patterns)
 
 
+@eager
 def verbose(
     model: nn.Module,
     *patterns: str | type[nn.Module],
@@ -100,6 +102,7 @@ def verbose(
     return Verbose(model, callable_layers("verbose", model, patterns), write)
 
 
+@eager
 def features(
     model: nn.Module,
     *patterns: str | type[nn.Module],
@@ -117,13 +120,15 @@ def features(
             graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
             dicts and dataclasses it is applied to each tensor; objects of other classes are kept as they are.
+            Under checkpointing it runs in the recomputation too, where what it returns is dropped: if it draws
+            random numbers, let backward end before the block does.
 
     Returns:
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
         of all of the last forward (a layer may be called several times). A new forward of the model begins anew;
         recomputation under checkpointing is not counted (except in threads that a layer starts inside a reentrant
         one). `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and
-        returns `f`. Under `nn.DataParallel` give the wrapper.
+        returns `f`; under FSDP that forward goes to its end. Under `nn.DataParallel` give the wrapper.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
@@ -150,7 +155,12 @@ def features(
     return Features(model, callable_layers("features", model, patterns), keep)
 
 
-@eager_inside
+@eager
+def _arrived(kept: Tensor, grad: Tensor | None) -> None:
+    if grad is not None and not is_legacy_batchedtensor(grad):
+        kept.grad = grad.detach() if grad.requires_grad else grad
+
+
 def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
@@ -193,11 +203,7 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
             f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"
         ) from None
     if node is not None:
-
-        def arrived(grad):  # annotations would be evaluated in every call of every layer
-            if grad is not None and not is_legacy_batchedtensor(grad):
-                kept.grad = grad.detach() if grad.requires_grad else grad
-
+        arrived = partial(_arrived, kept)  # in half the time that a function of its own, marked, would take
         if tensor._backward_hooks is None:
             # tensor.register_hook without its checks and its handle, with which it takes longer than an nn.ReLU. The
             # dictionary, made empty and then filled, takes half as long as one made full.
@@ -209,6 +215,7 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     return kept
 
 
+@eager
 def layer_statistics(
     model: nn.Module,
     *patterns: str | type[nn.Module],
@@ -266,6 +273,7 @@ def layer_statistics(
     return LayerStatistics(callable_layers("layer_statistics", model, patterns), of, bins, range)
 
 
+@eager_inside
 def clip_gradients(model: nn.Module, min: float | None = None, max: float | None = None) -> Installed:
     """Move every entry of every parameter's gradient into [min, max], in every backward.
 
@@ -334,9 +342,9 @@ def _clippable(model: nn.Module) -> list[nn.Parameter]:
             f"clip_gradients: {type(model).__name__} has complex parameters, and complex numbers have no order; "
             "bound their size instead: torch.nn.utils.clip_grad_norm_ after backward"
         )
-    if any(callable(getattr(type(module), "unshard", None)) for module in model.modules()):
+    if any(map(is_sharded, model.modules())):
         raise ValueError(
-            f"clip_gradients: the parameters of {type(model).__name__} are sharded (fully_shard), and hooks on them "
+            f"clip_gradients: the parameters of {type(model).__name__} are sharded (FSDP), and hooks on them "
             "never fire; call torch.nn.utils.clip_grad_value_ after backward"
         )
     return params

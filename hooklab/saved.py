@@ -81,10 +81,11 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
             a buffer of more than 4,096 numbers, was edited in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
-    names each Sequential that was never called. As with `torch.utils.checkpoint`, the parameters are those that the
-    model has in backward (not those of `torch.func.functional_call`), and where there are buffers, one thread at a time
-    may train the model. Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs
-    as before, and so does the first forward of a lazy layer.
+    names each Sequential that was never called. The parameters are those of the forward, also where
+    `torch.func.functional_call` or `torch.nn.utils.parametrize.cached` gave them (but for those that FSDP gathers).
+    As with `torch.utils.checkpoint`, one thread at a time may train the model where there are buffers. Inside a
+    checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does the first
+    forward of a lazy layer.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))

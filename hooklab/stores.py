@@ -41,6 +41,7 @@ class Slot:
         self.row, self.start = row, start
         self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
 
+    @eager
     def __del__(self) -> None:
         # Atomic: any thread may be the one that collects.
         self.row.freed.append((self.start, self.start + _aligned(self.nbytes)))
@@ -299,6 +300,7 @@ class PinnedSlot(Slot):
         self.store, self.device = store, flat.device
         self.host = memory[start : start + flat.nbytes].view(flat.dtype)
 
+    @eager
     def __del__(self) -> None:
         if self.incoming is not None:
             self.store._abandon(self.incoming[0])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hooklab import _refuse
-from hooklab._compiler import eager
+from hooklab._compiler import eager, eager_inside
 from hooklab._installed import Installed
 
 __all__ = ["Watch", "clip", "scale", "watch", "zero"]
@@ -108,6 +108,7 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     return Watch(tensors)
 
 
+@eager_inside
 def scale(factor: float) -> Hook:
     """A hook that multiplies the gradient by `factor`.
 
@@ -138,6 +139,7 @@ def scale(factor: float) -> Hook:
     return scale_hook
 
 
+@eager_inside
 def clip(min: float | None = None, max: float | None = None) -> Hook:
     """A hook that moves every entry of the gradient into [min, max].
 
@@ -170,6 +172,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     return clip_hook
 
 
+@eager_inside
 def zero() -> Hook:
     """A hook that replaces the gradient by zeros, also where it was NaN or infinite. Register `zero()`, not `zero`.
 

@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hooklab import _refuse
-from hooklab._compiler import eager, is_compiled, refuse_compiling
+from hooklab._compiler import compiling, eager, is_compiled, refuse_compiling
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
@@ -175,7 +175,7 @@ class Trace:
     @eager
     def _hang_on_node(self, node: graph.Node) -> None:
         # A compiler makes Nodes, and runs them, to see what backward will need.
-        if self._removed or torch.compiler.is_compiling():
+        if self._removed or compiling():
             return
         # It may stand behind an earlier output of the model, or behind one of the given tensors.
         if self._mark in node.metadata:

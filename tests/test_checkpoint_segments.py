@@ -10,6 +10,7 @@ import pytest
 import torch
 from counting_store import CountingStore
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hooklab import Offload, checkpoint_segments, features, no_leftovers, saved_tensors
 
@@ -920,3 +921,71 @@ def test_a_parameter_that_was_replaced_before_backward_keeps_its_flag():
         loss.backward()
     assert not old.requires_grad
     assert model[0][0].weight.requires_grad
+
+
+class Hyper(nn.Module):
+    """A network whose weights another one computes: nothing of that is seen where it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.main = nn.Linear(3, 16), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        weight = self.weights(x[0, :3]).view(4, 4)
+        return torch.func.functional_call(self.main, {"0.weight": weight}, (x,))
+
+
+def adapted(model, x):
+    """The loss after one step of gradient descent inside, as MAML takes it."""
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(model(x).square().mean(), list(named.values()), create_graph=True)
+    fast = {name: param - 0.1 * grad for (name, param), grad in zip(named.items(), grads, strict=True)}
+    return torch.func.functional_call(model, fast, (x,)).square().mean()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("how", ["maml", "hyper"])
+def test_parameters_that_a_functional_call_gave_are_those_of_the_recomputation(how, size):
+    def gradients(name):
+        torch.manual_seed(0)
+        model = nn.Sequential(Hyper()) if how == "hyper" else nn.Sequential(nn.Sequential(*blocks()))
+        x = torch.randn(6, 4, requires_grad=True)
+        with contextlib.nullcontext() if name is None else checkpoint_segments(model, {name: size}):
+            loss = model(x).square().mean() if how == "hyper" else adapted(model, x)
+            loss.backward()
+        own = [*model.parameters()]
+        assert all(isinstance(parameter, nn.Parameter) for parameter in own)
+        return [x.grad, *(parameter.grad for parameter in own)]
+
+    def blocks():
+        return nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
+
+    for found, expected in zip(gradients("0.main" if how == "hyper" else "0"), gradients(None), strict=True):
+        assert (found is None and expected is None) or torch.equal(found, expected)
+
+
+class Squared(nn.Module):
+    def forward(self, weight):
+        return weight * weight
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_parametrize_has_cached_is_cached_in_the_recomputation(inside, bias):
+    def gradients(plan):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Tanh(), nn.Linear(8, 8, bias=bias), nn.Tanh())
+        for layer in model[0], model[2]:
+            parametrize.register_parametrization(layer, "weight", Squared())
+        x = torch.randn(8, 8)
+        with contextlib.nullcontext() if plan is None else checkpoint_segments(model, plan):
+            with parametrize.cached():
+                loss = (model(x) * model(x + 1)).sum()  # the weights are computed once
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        assert (parametrize._cache_enabled, parametrize._cache) == (0, {})
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients({"": 2}), gradients(None)))

@@ -133,19 +133,6 @@ def test_complex_parameters_are_refused():
         clip_gradients(nn.Linear(2, 2, dtype=torch.complex64), -1, 1)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch knows no other processes")
-def test_sharded_parameters_are_refused(tmp_path):
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/here", rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        with pytest.raises(ValueError, match=r"are sharded.*never fire.*clip_grad_value_"):
-            clip_gradients(fully_shard(nn.Linear(2, 2), mesh=mesh), -1, 1)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float16, 1e5), (torch.bfloat16, 1e39), (torch.float32, 1e39)]
 )

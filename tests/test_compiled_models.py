@@ -3,9 +3,11 @@
 Mostly the eager backend, without the time that generating code takes.
 """
 
+import gc
 import logging.handlers
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,14 +16,19 @@ from torch import nn
 
 from hooklab import (
     Offload,
+    checkpoint_segments,
+    clip,
+    clip_gradients,
     features,
     layer_statistics,
     no_leftovers,
     saved_tensors,
+    scale,
     trace,
     verbose,
     watch,
     with_grad,
+    zero,
 )
 
 
@@ -329,6 +336,123 @@ def test_one_graph_for_all_is_refused_with_the_way_out(model, x, install):
         ),
     ):
         torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+def test_a_thread_that_compiles_does_not_hinder_another():
+    """`torch.compiler.is_compiling()` is true in every thread meanwhile."""
+    compiling, done = threading.Event(), threading.Event()
+
+    def backend(graph, inputs):
+        compiling.set()
+        assert done.wait(60)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(3, 2)
+
+    def seen():
+        with trace(model) as events, checkpoint_segments(model, {"": 1}):
+            model(x).sum().backward()
+        with saved_tensors(model) as saved:
+            model(x).sum().backward()
+        with Offload(model, to="disk", min_bytes=0) as offload:
+            loss = model(x).sum()
+        loss.backward()
+        return sum("Node" in event.kind for event in events.events), len(saved), offload.moved_bytes
+
+    alone = seen()
+    thread = threading.Thread(target=lambda: torch.compile(torch.sin, backend=backend)(torch.ones(3)))
+    thread.start()
+    try:
+        assert compiling.wait(60)
+        assert torch.compiler.is_compiling()
+        beside = seen()
+    finally:
+        done.set()
+        thread.join()
+    assert beside == alone
+    assert min(alone) > 0
+
+
+@pytest.mark.parametrize("block", ["saved_tensors", "Offload"])
+def test_a_compiler_that_waits_keeps_nothing_alive(block):
+    """With this stance it keeps the locals of the first frames that it sees, and so what a destructor is called on."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def step(x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    gc.collect()
+    kinds = {"Saved", "Packed", "Slot"}
+    before = sum(type(thing).__name__ in kinds for thing in gc.get_objects())
+    with torch.compiler.set_stance("eager_then_compile"):
+        for _ in range(3):
+            with BLOCKS[block](model) as found:
+                compiled(torch.randn(3, 4))
+    assert found.total_bytes if block == "saved_tensors" else found.moved_bytes
+    gc.collect()
+    assert sum(type(thing).__name__ in kinds for thing in gc.get_objects()) == before
+
+
+@pytest.mark.parametrize("hook", ["clip_gradients", "clip", "scale", "zero", "watch"])
+def test_hooks_on_parameters_compile_nothing_in_backward(hook, x):
+    model = mlp(4, 5, 2)
+    weight = model[0].weight
+
+    def step(x):
+        model(x).square().sum().backward()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        compiled(x)
+    install = {
+        "clip_gradients": lambda: clip_gradients(model, -0.01, 0.01),
+        "clip": lambda: weight.register_hook(clip(-0.01, 0.01)),
+        "scale": lambda: weight.register_hook(scale(2)),
+        "zero": lambda: weight.register_hook(zero()),
+        "watch": lambda: watch(weight=weight),
+    }
+    before, weight.grad = weight.grad / 2, None
+    handle = install[hook]()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(x)
+    handle.remove()
+    expected = {"scale": 2 * before, "zero": 0 * before, "watch": before}
+    assert torch.allclose(weight.grad, expected.get(hook, before.clamp(-0.01, 0.01)))
+
+
+@pytest.mark.parametrize("block", ["features", "with_grad", "verbose", "statistics", "trace", "watch"])
+def test_a_block_in_what_is_compiled_compiles_nothing_anew(block, x, complaints):
+    model = mlp(4, 5, 2)
+    blocks = {
+        **BLOCKS,
+        "features": lambda model: features(model, "*"),
+        "verbose": lambda model: verbose(model, write=lambda line: None),
+    }
+
+    def step(x):
+        with blocks[block](model):
+            loss = model(x).square().sum()
+            loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(12):  # the compiler gives up after eight versions of one function, and says so
+        compiled(x)
+    assert not complaints
+
+
+def test_the_compiler_of_backward_goes_round_the_hooks_of_with_grad(x, recwarn):
+    model = mlp(4, 5, 2)
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        features(model, "*", keep=with_grad) as f,
+    ):
+        torch.compile(lambda x: model(x).sum().backward(), backend="eager")(x)
+    assert all(f[name].grad is not None for name in ("0", "1", "2"))
+    assert not [warning for warning in recwarn if "does not know how to trace" in str(warning.message)]
 
 
 LATE = """

@@ -1,0 +1,44 @@
+"""What hooks need to know of a checkpoint around them, which runs the same forward a second time."""
+
+from contextlib import ExitStack
+
+from torch import is_grad_enabled
+from torch._C import _current_graph_task_id as graph_task
+from torch._C import _len_torch_dispatch_stack as modes_open
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from hooklab._packing import hold, installed, outer_hooks, unhold
+
+__all__ = ["NO_BACKWARD", "apart", "graph_task", "modes_open", "recomputing", "selective"]
+
+# Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
+NO_BACKWARD = -1
+SELECTIVE = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"  # in forward, and in the recomputation
+
+
+def recomputing() -> bool:
+    """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
+    if graph_task() != NO_BACKWARD:
+        return True
+    return is_grad_enabled() and _hooks_are("_recomputation_hook")
+
+
+def selective() -> bool:
+    """True inside a selective checkpoint: it numbers operations, and would give the model what a hook has computed."""
+    return any(type(mode).__name__ in SELECTIVE for mode in _get_current_dispatch_mode_stack())
+
+
+def apart() -> ExitStack:
+    """What is computed in it is no part of a checkpoint around it: that counts what its two forwards save."""
+    contexts = ExitStack()
+    if _hooks_are("_checkpoint_hook", "_recomputation_hook"):
+        contexts.enter_context(installed(hold, unhold))
+    if modes_open() and selective():
+        contexts.enter_context(_disable_current_modes())
+    return contexts
+
+
+def _hooks_are(*classes: str) -> bool:
+    """True where the saved-tensor hooks that are active now are those of `torch.utils.checkpoint`."""
+    hooks = outer_hooks()
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(classes)
