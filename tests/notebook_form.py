@@ -14,7 +14,8 @@ NOTEBOOKS = ROOT / "notebooks"
 # With a kernel's name: without one JupyterLab asks which kernel to use where several are installed.
 NOTEBOOK_METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
+    # `jupyter nbconvert --to script` would leave out the prose without its exporter.
+    "language_info": {"name": "python", "nbconvert_exporter": "python"},
 }
 SCREEN, PICTURE = (
     24,

@@ -364,7 +364,6 @@ def test_a_thread_that_compiles_does_not_hinder_another():
     thread.start()
     try:
         assert compiling.wait(60)
-        assert torch.compiler.is_compiling()
         beside = seen()
     finally:
         done.set()

@@ -12,7 +12,7 @@ import notebook_form
 import pytest
 import sources_table
 import yaml
-from nbconvert import SlidesExporter
+from nbconvert import ScriptExporter, SlidesExporter
 from notebook_rules import LINK
 
 import hooklab
@@ -201,3 +201,10 @@ def test_a_notebook_converts_to_slides_with_a_column_for_every_section(stem):
     assert "from hooklab import lesson" in re.sub("<[^>]+>", "", html)
     drawn = [output for cell in cells for output in cell.outputs if "image/svg+xml" in output.get("data", {})]
     assert len(re.findall(r'<div class="jp-RenderedSVG [^>]*>\s*<img', html)) == len(drawn)
+
+
+def test_a_script_made_of_a_notebook_holds_its_prose():
+    script, resources = ScriptExporter().from_filename(str(ROOT / "notebooks" / "22_backward_hooks.ipynb"))
+    assert resources["output_extension"] == ".py"
+    assert "# # 22 " in script
+    assert '# <div lang="zh">' in script
