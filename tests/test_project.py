@@ -14,6 +14,7 @@ import sources_table
 import yaml
 from nbconvert import ScriptExporter, SlidesExporter
 from notebook_rules import LINK
+from traitlets.config import Config
 
 import hooklab
 
@@ -208,3 +209,25 @@ def test_a_script_made_of_a_notebook_holds_its_prose():
     assert resources["output_extension"] == ".py"
     assert "# # 22 " in script
     assert '# <div lang="zh">' in script
+
+
+@pytest.mark.parametrize("language", ["Chinese", "English"])
+def test_slides_in_one_language_hold_nothing_of_the_other(language):
+    """As the README says: a column for every section all the same, and every message of a check."""
+    config = Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{language}"]}})
+    source = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
+    html, _ = SlidesExporter(config=config).from_filename(str(source))
+    both, _ = SLIDES.from_filename(str(source))
+    page, whole = (
+        re.sub("<(style|script).*?</\\1>|<[^>]+>", "", text.partition("<body")[2], flags=re.DOTALL)
+        for text in (html, both)
+    )
+    assert html.count("<section>") == both.count("<section>")
+    assert both.count("hooklab-message") > 2
+    assert html.count("hooklab-message") == both.count("hooklab-message")
+    assert bool(re.search("[一-鿿]", page)) == (language == "Chinese")
+    english = "After this notebook you can"
+    assert english in whole
+    assert (english in page) == (language == "English")
+    assert ("11 读取梯度" in page) == (language == "Chinese")
+    assert ("11 Reading gradients" in page) == (language == "English")
