@@ -246,6 +246,7 @@ def photograph(page, name: str) -> None:
     SCREENSHOTS.mkdir(exist_ok=True)
     for old in SCREENSHOTS.glob(f"{name}.[0-9]*.png"):
         old.unlink()
+    page.wait_for_timeout(500)  # ms: after a switch of the language the place is kept for a moment
     scroller = page.locator(f"{FRONT} .jp-WindowedPanel-outer")
     box = scroller.bounding_box()
     for number, top in enumerate(

@@ -52,7 +52,8 @@
 
   // For a moment: JupyterLab learns how high a cell is when it draws it.
   function keep({ scroller, cell, below }) {
-    const end = performance.now() + 300; // ms
+    let end = performance.now() + 300; // ms
+    scroller.addEventListener("wheel", () => (end = 0), { once: true, passive: true }); // the reader moves on
     function mend() {
       const { top } = scroller.getBoundingClientRect();
       scroller.scrollTop += cell.getBoundingClientRect().top - top - below;
