@@ -1,11 +1,17 @@
 """What hooks need to know of a checkpoint around them, which runs the same forward a second time."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from torch import is_grad_enabled
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _len_torch_dispatch_stack as modes_open
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from hooklab._packing import hold, installed, outer_hooks, unhold
 
@@ -28,13 +34,29 @@ def selective() -> bool:
     return any(type(mode).__name__ in SELECTIVE for mode in _get_current_dispatch_mode_stack())
 
 
+@contextmanager
+def without_selective() -> Iterator[None]:
+    """The other modes stay: a tensor that a hook makes under FakeTensorMode has to be a fake one, too."""
+    others = [mode for mode in _get_current_dispatch_mode_stack() if type(mode).__name__ not in SELECTIVE]
+    with _disable_current_modes():
+        pushed = []
+        try:
+            for mode in others:
+                _push_mode(mode)
+                pushed.append(mode)
+            yield
+        finally:
+            for mode in reversed(pushed):
+                _pop_mode(getattr(mode, "_mode_key", None))
+
+
 def apart() -> ExitStack:
     """What is computed in it is no part of a checkpoint around it: that counts what its two forwards save."""
     contexts = ExitStack()
     if _hooks_are("_checkpoint_hook", "_recomputation_hook"):
         contexts.enter_context(installed(hold, unhold))
     if modes_open() and selective():
-        contexts.enter_context(_disable_current_modes())
+        contexts.enter_context(without_selective())
     return contexts
 
 

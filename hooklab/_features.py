@@ -53,6 +53,7 @@ class Features(Installed, Mapping[str, Any]):
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
         self._forwards = 0
         self._thread = 0  # the one that `run` was called in
+        self._whole = False  # in a run that goes to the end of the forward
         self._groups = list(groups(layers))
         root, recorder = uncompiled(model), self._recorders()
         try:
@@ -116,14 +117,17 @@ class Features(Installed, Mapping[str, Any]):
         try:
             # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
-            whole = any(map(is_gathered, self._model.modules()))
-            for module, _ in () if whole else self._groups:
+            self._whole = "torch.distributed.fsdp" in sys.modules and any(
+                map(is_gathered, self._model.modules())
+            )
+            for module, _ in () if self._whole else self._groups:
                 self._handles.append(module.register_forward_hook(self._stop))
             self._model(*args, **kwargs)
         except Exception as error:
             if not self._ended(error):
                 raise
         finally:
+            self._whole = False
             self._wanted.clear()
             while len(self._handles) > own:
                 self._handles.pop().remove()
@@ -205,13 +209,15 @@ class Features(Installed, Mapping[str, Any]):
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
         again = recomputing()
-        if not self._handles or (again and self._detaches):
+        if not self._handles or (again and self._detaches) or (self._whole and not self._wanted):
             return
         # Also in a recomputation, which has to draw the random numbers that the forward has drawn.
         try:
             with apart():
                 kept = self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
         except Exception as error:
+            if again:  # the forward of a reentrant checkpoint has no graph, which `.numpy()` refuses
+                return
             _blame_keep(error, name)
             raise
         if again:

@@ -123,9 +123,9 @@ class Buffers:
         return {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
 
     def own_parameters(self) -> Named:
-        """Without those that are gathered for each forward, as by `fully_shard`."""
+        """Without those that are gathered for each forward, as by `fully_shard`: these are of the class DTensor."""
         found = ((one, name, p) for one in self.owners for name, p in one._parameters.items())
-        return {(one, name): p for one, name, p in found if type(p) in (Tensor, nn.Parameter)}
+        return {(one, name): p for one, name, p in found if _is_there(p) and type(p).__name__ != "DTensor"}
 
     def flags(self) -> Flags:
         flags = []

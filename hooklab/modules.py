@@ -120,8 +120,8 @@ def features(
             graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
             dicts and dataclasses it is applied to each tensor; objects of other classes are kept as they are.
-            Under checkpointing it runs in the recomputation too, where what it returns is dropped: if it draws
-            random numbers, let backward end before the block does.
+            Under checkpointing it runs in the recomputation too, where what it returns is dropped: if it draws random
+            numbers, let the block begin before the forward and end after backward.
 
     Returns:
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list

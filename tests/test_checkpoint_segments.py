@@ -989,3 +989,33 @@ def test_what_parametrize_has_cached_is_cached_in_the_recomputation(inside, bias
         return [parameter.grad for parameter in model.parameters()]
 
     assert all(map(torch.equal, gradients({"": 2}), gradients(None)))
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("owned", [nn.Parameter, OwnParameter])
+@pytest.mark.parametrize("given", [torch.Tensor, OwnTensor, OwnParameter])
+def test_parameters_of_a_class_of_ones_own_are_those_of_the_forward(owned, given):
+    def gradients(plan):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+        for layer in model[0], model[2]:
+            layer.weight = owned(layer.weight.detach().clone())
+        parameters = {
+            name: (2 * parameter.detach()).as_subclass(given).requires_grad_()
+            for name, parameter in model.named_parameters()
+        }
+        x = torch.randn(2, 3, requires_grad=True)
+        with contextlib.nullcontext() if plan is None else checkpoint_segments(model, plan):
+            loss = torch.func.functional_call(model, parameters, (x,)).sum()
+        loss.backward()
+        assert type(model[0].weight) is owned
+        return [x.grad, *(parameter.grad for parameter in parameters.values())]
+
+    assert all(map(torch.equal, gradients({"": 2}), gradients(None)))

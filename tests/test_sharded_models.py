@@ -56,6 +56,24 @@ def test_looking_at_a_layer_by_run_leaves_no_stale_parameters():
     assert losses(look=True) == losses(look=False)
 
 
+def test_a_run_to_the_end_keeps_first_outputs_as_one_that_stops():
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[2](self[1](self[0](x))))
+
+    torch.manual_seed(0)
+    model, x = Twice(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(1, 4)
+    with torch.no_grad():
+        expected = features(model, "1").run(x)["1"]
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with features(model, "1") as found:
+            found.run(x)
+            assert torch.equal(found["1"], expected)
+            assert len(found.calls["1"]) == 1
+            model(x)
+            assert len(found.calls["1"]) == 2
+
+
 def test_sharded_parameters_are_not_clipped_but_refused():
     with pytest.raises(ValueError, match=r"are sharded.*never fire.*clip_grad_value_"):
         clip_gradients(fully_sharded(), -1, 1)
