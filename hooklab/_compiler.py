@@ -7,7 +7,7 @@ from types import CodeType
 import torch
 from torch import nn
 
-__all__ = ["compiling", "eager", "eager_inside", "is_compiled", "refuse_compiling", "warn_if_compiled"]
+__all__ = ["compiling", "eager", "eager_inside", "refuse_compiling", "warn_if_compiled"]
 
 try:
     # The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own;
@@ -67,22 +67,22 @@ def refuse_compiling(what: str) -> None:
     """Inside a compiled function there is no Python to run; torch.compile goes on without compiling it then."""
     if compiling():
         raise NotImplementedError(
-            f"{what} cannot be opened inside torch.compile; open it around the call of the compiled model"
+            f"{what} cannot be opened inside torch.compile or torch.export; open it around the call of the compiled model"
         )
 
 
-def warn_if_compiled(function: str, model: nn.Module) -> None:
+def warn_if_compiled(function: str, model: nn.Module, stacklevel: int) -> None:
     """Say aloud that a compiled model may ignore hooks which are installed now."""
-    if any(map(is_compiled, model.modules())):
+    if any(map(_is_compiled, model.modules())):
         warnings.warn(
             f"{function}: this model is compiled; once it has run, hooks installed after compiling are ignored, "
-            "and nothing will be seen. Install them before torch.compile, or run under "
+            "and nothing inside it will be seen. Install them before torch.compile, or run under "
             "torch.compiler.set_stance('force_eager').",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 
-def is_compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """By `torch.compile(module)`, `module.compile()`, or `torch.compile` on its forward."""
     # A ScriptModule's attributes cannot all be asked for; what torch.compiler.disable marks is not compiled.
     forward = getattr(module, "forward", None)

@@ -21,9 +21,8 @@ __all__ = ["Segments"]
 
 SMALL = 4096  # numbers
 Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values
-Named = dict[
-    tuple[nn.Module, str], Tensor | None
-]  # buffers or parameters, by their owner and their name there
+# Buffers or parameters, by their owner and their name there.
+Named = dict[tuple[nn.Module, str], Tensor | None]
 
 
 class Segmented(nn.Sequential):
@@ -68,8 +67,8 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest computed again."""
     if compiling():
         raise NotImplementedError(
-            "checkpoint_segments does not work inside torch.compile, which has its own way to compute again; "
-            "remove it before compiling, or compile the blocks: for block in model.layer1: block.compile()"
+            "checkpoint_segments does not work inside torch.compile (which has its own way to compute again) or "
+            "torch.export; remove it before, or compile the blocks: for block in model.layer1: block.compile()"
         )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
     if copies:  # are saved; the segment gets the input itself, as without us
@@ -81,15 +80,15 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
         if copies and not given:
             leaves = tree_map_only(Tensor, torch.clone, leaves)  # what is saved may be wanted once more
         output = given.pop() if given else tree_unflatten(leaves, spec)
-        with buffers.again() if buffers.before else buffers.first():
+        with state.again() if state.before else state.first():
             for block in segment:
                 output = block(output)
             return output
 
     versions = list(map(_version, leaves))
-    buffers = Buffers(segment)
+    state = State(segment)
     # Stopping early means stopping at the last save, and RReLU fills its noise after that.
-    early = not any(isinstance(module, nn.RReLU) for module in buffers.owners)
+    early = not any(isinstance(module, nn.RReLU) for module in state.owners)
     output = checkpoint(run, *leaves, use_reentrant=False, early_stop=early)
     if versions != list(map(_version, leaves)):
         raise RuntimeError(
@@ -104,8 +103,8 @@ def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
-class Buffers:
-    """Computing a segment again starts from the buffers as its forward found them, and changes copies only.
+class State:
+    """Computing a segment again starts from the state that its forward found: of the buffers it changes copies only.
 
     So running statistics are updated once, and a buffer that the output depends on has its old value again; and
     so have `training`, `requires_grad`, and whether a Sequential inside runs in segments. The parameters are those

@@ -11,7 +11,7 @@ from torch import nn
 from hooklab import _refuse
 from hooklab._compiler import warn_if_compiled
 
-__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_gathered", "is_sharded", "uncompiled"]
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_fsdp", "is_sharded", "uncompiled"]
 
 MAX_DEPTH = 900  # of a module inside a module
 
@@ -41,7 +41,7 @@ def callable_layers(function: str, model: Any, patterns: tuple) -> dict[str, nn.
         raise ValueError(_never_called(function, name, layer))
     if not layers:
         raise ValueError(_never_called(function, *next(iter(found.items()))))
-    warn_if_compiled(function, model)
+    warn_if_compiled(function, model, stacklevel=4)
     return layers
 
 
@@ -65,14 +65,14 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return model._orig_mod if "_orig_mod" in model._modules else model
 
 
-def is_gathered(module: nn.Module) -> bool:
+def is_fsdp(module: nn.Module) -> bool:
     """True where parameters are gathered before each forward, and let go after it: FSDP, of both kinds."""
     return callable(getattr(type(module), "unshard", None)) or "_fsdp_wrapped_module" in module._modules
 
 
 def is_sharded(module: nn.Module) -> bool:
     """True where hooks on parameters never fire: `fully_shard`, and FSDP with `use_orig_params=True`."""
-    return is_gathered(module) and vars(module).get("_use_orig_params", True)
+    return is_fsdp(module) and vars(module).get("_use_orig_params", True)
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:

@@ -23,9 +23,8 @@ from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
 
-_changing_the_process = (
-    threading.Lock()
-)  # warnings, a module of torchviz and the recursion limit belong to all threads
+# Warnings, a module of torchviz and the recursion limit belong to all threads.
+_changing_the_process = threading.Lock()
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
 

@@ -39,6 +39,7 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
     Raises:
         TypeError: `model` is no module.
         RuntimeError: on entry, if this block is open already; in backward, if a saved tensor was edited in place, as without it.
+        NotImplementedError: on entry, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
 
     Example:
         >>> a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -75,7 +76,7 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         TypeError: a layer is no Sequential, or one with a forward of its own; a number is none.
         ValueError: a number is below 1, `plan` is empty or names one layer twice, or a Sequential is checkpointed
             already. Nothing has been changed then.
-        NotImplementedError: in forward, inside `torch.compile(fullgraph=True)`.
+        NotImplementedError: in forward, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
         RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place (where
             its first block has `inplace=True` itself, the input is copied instead); in backward, if a parameter, or
             a buffer of more than 4,096 numbers, was edited in between.
@@ -129,6 +130,7 @@ class Offload:
         TypeError: in backward, if a store gives back another dtype or number of entries than it was given.
         RuntimeError: on entry, if another `Offload` of this model is open; in backward, if a saved tensor was
             edited in place, as without `Offload`.
+        NotImplementedError: on entry, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
 
     If nothing was saved in a block with grad on, a warning says so.
 

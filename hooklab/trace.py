@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hooklab import _refuse
-from hooklab._compiler import compiling, eager, is_compiled, refuse_compiling
+from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compiled
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
@@ -337,6 +336,7 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
         TypeError: `model` is no module, a tensor has no name or is none, or nothing was given.
         ValueError: a tensor requires no gradient. No hook is installed then.
         RuntimeError: entered again, while the block is open or after its hooks were removed.
+        NotImplementedError: entered inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -362,12 +362,8 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
         )
     for name, tensor in tensors.items():
         _refuse.unhookable("trace", name, tensor)
-    if model is not None and any(map(is_compiled, model.modules())):
-        warnings.warn(
-            "trace: this model is compiled; hooks placed after compiling are ignored inside it, so only what "
-            "surrounds it is seen. Trace the model before torch.compile, or under torch.compiler.set_stance('force_eager').",
-            stacklevel=2,
-        )
+    if model is not None:
+        warn_if_compiled("trace", model, stacklevel=3)
     return Trace(model, tensors)
 
 

@@ -149,7 +149,9 @@ def test_a_compiled_model_that_has_not_run_yet_can_be_traced():
     model = mlp(4, 3)
     compiled = torch.compile(model, backend="eager")
     x = torch.ones(2, 4)
-    with pytest.warns(UserWarning, match="hooks placed after compiling"):
+    with pytest.warns(
+        UserWarning, match="hooks installed after compiling are ignored, and nothing inside it"
+    ):
         traced = trace(compiled)
     with no_leftovers(model), traced:
         output = compiled(x)
@@ -336,6 +338,25 @@ def test_one_graph_for_all_is_refused_with_the_way_out(model, x, install):
         ),
     ):
         torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("block", ["trace", "saved_tensors", "Offload", "segments"])
+def test_what_needs_python_is_not_exported_but_refused(block, x):
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp(4, 5, 2)
+
+        def forward(self, x):
+            blocks = {**BLOCKS, "segments": lambda model: checkpoint_segments(model, {"": 1})}
+            with blocks[block](self.body):
+                return self.body(x)
+
+    model = Inside()
+    with pytest.raises(NotImplementedError, match=r"inside torch\.compile.* or torch\.export; "):
+        torch.export.export(model, (x,))
+    with no_leftovers(model):
+        assert model(x).shape == (3, 2)
 
 
 def test_a_thread_that_compiles_does_not_hinder_another():

@@ -432,7 +432,10 @@ def test_a_compiled_model_is_traced_around_and_says_what_is_not_seen(batch):
     net = torch.compile(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), backend="eager")
     net(batch)
     with (
-        pytest.warns(UserWarning, match="hooks placed after compiling are ignored inside it"),
+        pytest.warns(
+            UserWarning,
+            match="hooks installed after compiling are ignored, and nothing inside it will be seen",
+        ),
         trace(net) as traced,
     ):
         net(batch).sum().backward()
