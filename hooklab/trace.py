@@ -93,7 +93,6 @@ class Trace:
         self._held.clear()
 
     def __enter__(self) -> "Trace":
-        refuse_compiling("trace")
         if self._removed:
             raise RuntimeError(
                 "trace: its hooks have been removed, and do not come back; call trace again for new ones"
@@ -103,6 +102,7 @@ class Trace:
         self._entered = True
         # Both belong to the current thread and to a stack, so they are opened here and not by the call.
         try:
+            refuse_compiling("trace")
             self._contexts.enter_context(installed(*self._packing()))
             if NODE_CREATION_HOOK is not None:
                 self._hang_on_old_leaves()
