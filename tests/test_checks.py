@@ -991,6 +991,18 @@ def test_an_answer_that_is_right_only_where_it_is_easy_is_refused(exercise, answ
     assert (message.kind, message.reason) == ("wrong", reason), message
 
 
+def test_a_store_that_frees_nothing_is_called_so_also_where_every_address_comes_again():
+    alive = weakref.WeakValueDictionary()
+
+    def lowest_free(slot, *_):
+        number = next(number for number in itertools.count() if number not in alive)
+        alive[number] = slot
+        return number
+
+    message = check.exercise("34.B", n34._byte_store(key=lowest_free, drop=lambda held, slot: None))
+    assert (message.kind, message.reason) == ("wrong", "never_freed"), message
+
+
 MODULES = sorted((notebook_form.ROOT / "hooklab" / "exercises").glob("n*.py"))
 
 
