@@ -1169,7 +1169,7 @@ SHAPES_OF = Exercise(
         ),
     },
     zh="哪一层都没有漏，元组也看到了底，出错时也没有留下钩子。",
-    en="No layer is missing, tuples are followed to the end, and nothing stays behind, even when the model raises.",
+    en="No layer is missing, tuples are followed to the end, and no hook stays behind, even when the model raises.",
 )
 
 # ---- predictions ----

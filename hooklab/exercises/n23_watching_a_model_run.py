@@ -1,6 +1,6 @@
 """Checks of notebook 23: watching a model run."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -193,6 +193,11 @@ def _examine_shapes_failing(answer, broken):
     broken.second.eval()
     flags, state = _flags(broken), {key: value.clone() for key, value in broken.state_dict().items()}
     _examine_failure(answer, broken)
+    _examine_mode_after_error(broken, flags)
+    _examine_state(broken, state)
+
+
+def _examine_mode_after_error(broken, flags):
     if _flags(broken) != flags:
         refuse(
             "mode_after_error",
@@ -200,7 +205,6 @@ def _examine_shapes_failing(answer, broken):
             en="After a forward that raised, some module is left in the other mode: the lines that restore `training` were not "
             "reached.",
         )
-    _examine_state(broken, state)
 
 
 def _examine_shapes(answer, model):
@@ -220,6 +224,17 @@ def _examine_shapes(answer, model):
             en="`track_running_stats` of some BatchNorm has changed: its statistics did not move this time, but in later training "
             "they will not either.",
         )
+    _examine_no_new_attributes(model, names)
+    _examine_left(hung, model)
+    if len(runs) > 1:
+        refuse(
+            "ran_often",
+            zh=f"模型跑了 {len(runs)} 次。一次就够：钩子可以同时挂在所有的子模块上。",
+            en=f"The model ran {len(runs)} times. Once is enough: there may be hooks on all child modules at the same time.",
+        )
+
+
+def _examine_no_new_attributes(model, names):
     if _attributes(model) != names:
         new = sorted(
             {name for after, before in zip(_attributes(model), names, strict=True) for name in after - before}
@@ -229,13 +244,6 @@ def _examine_shapes(answer, model):
             zh=f"模块身上多了属性：`{new}`。名字放进闭包，就不用写到别人的模块上。",
             en=f"Modules have new attributes: `{new}`. Put the name into a closure, and nothing need be written onto somebody's "
             "module.",
-        )
-    _examine_left(hung, model)
-    if len(runs) > 1:
-        refuse(
-            "ran_often",
-            zh=f"模型跑了 {len(runs)} 次。一次就够：钩子可以同时挂在所有的子模块上。",
-            en=f"The model ran {len(runs)} times. Once is enough: there may be hooks on all child modules at the same time.",
         )
 
 
@@ -622,9 +630,20 @@ CALLED = {"embed", "norm", "log", "head", "encoder.dropout1", "encoder.dropout2"
 def examine_never_called(answer):
     model, tokens = _Reader().eval(), torch.zeros(2, 5, dtype=torch.long)
     model.head.register_forward_hook(_user_hook)
-    hung, flags = _hung(model), _flags(model)
-    got = answer(model, tokens)
+    hung, flags, fast = _hung(model), _flags(model), torch.backends.mha.get_fastpath_enabled()
+    try:
+        got = answer(model, tokens)
+    finally:
+        fast_after = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(fast)
     _examine_grad_mode()
+    if fast and not fast_after:
+        refuse(
+            "fast_path_off",
+            zh="你的函数返回以后，快路径在整个进程里都关着：此后每个编码器都会变慢。挂在模块自己身上的钩子，用不着关它。",
+            en="After your function has returned, the fast path is off for the whole process: every encoder runs slower from now on. "
+            "With hooks on the modules themselves it need not be switched off.",
+        )
     if _flags(model) != flags:
         refuse(
             "mode_changed",
@@ -749,6 +768,11 @@ def _examine_names(got):
             zh=f"列表不对：多了 `{sorted(found - NEVER)}`，少了 `{sorted(NEVER - found)}`。",
             en=f"The list is not right; too many: `{sorted(found - NEVER)}`, missing: `{sorted(NEVER - found)}`.",
         )
+
+
+def never_on_the_slow_path(model, x):
+    torch.backends.mha.set_fastpath_enabled(False)
+    return never_called(model, x)
 
 
 def _leaves(model):
@@ -930,6 +954,7 @@ NEVER_CALLED = Exercise(
         "from_before": never_by_default,
         "removed_others": never_cleared,
         "grad_left_off": never_gradients_again,
+        "fast_path_off": never_on_the_slow_path,
     },
     zh="一个不漏，也没有冤枉谁：钩子挂在模块自己身上，快路径就让开了。",
     en="None missed and none blamed: with hooks on the modules themselves, the fast path makes way.",
@@ -1065,12 +1090,12 @@ WRONG_LAYER = {
 
 
 def examine_first_nan(answer):
-    block = nn.Sequential(nn.Identity(), _Apply(torch.log), nn.Identity())
+    block = nn.Sequential(OrderedDict(before=nn.Identity(), log=_Apply(torch.log), after=nn.Identity()))
     _examine_first(
         answer,
-        nn.Sequential(block, nn.Linear(2, 1)),
-        "0.1",
-        {"0": "outer", "": "outer", None: "partly"},
+        nn.Sequential(OrderedDict(block=block, head=nn.Linear(2, 1))),
+        "block.log",
+        {"block": "outer", "": "outer", None: "partly"},
         "later",
     )
     clean = nn.Sequential(_Apply(torch.log), _Apply(torch.nan_to_num))
@@ -1089,7 +1114,9 @@ def examine_first_nan(answer):
     in_place = nn.Sequential(_Apply(lambda x: x + 0), _Apply(lambda x: x.log_()))
     _examine_first(answer, in_place, "1", {"0": "after_the_run"}, "later")
     for broken in (_Broken(), _Stumbling()):
+        flags = _flags(broken)
         _examine_failure(answer, broken)
+        _examine_mode_after_error(broken, flags)
     runs = []
     answer(nn.Sequential(_Apply(lambda x: runs.append("run") or x.log())), X)
     if len(runs) != 1:
@@ -1103,7 +1130,7 @@ def examine_first_nan(answer):
 def _examine_first(answer, model, want, reasons, otherwise):
     model.register_forward_hook(_user_hook)
     passed = _watched(model)
-    hung = _hung(model)
+    hung, flags, names = _hung(model), _flags(model), _attributes(model)
     got = _result(answer, model, X, passed) if otherwise == "later" else answer(model, X)
     if got is not None and not isinstance(got, str):
         refuse(
@@ -1111,18 +1138,26 @@ def _examine_first(answer, model, want, reasons, otherwise):
             zh=f"应当返回一个名字，得到的是 `{type(got).__name__}`。",
             en=f"Return one name; found `{type(got).__name__}`.",
         )
-    names = [name for name, _ in model.named_modules()]
-    if got is not None and got not in names:
+    layers = [name for name, _ in model.named_modules()]
+    if got is not None and got not in layers:
         refuse(
             "no_such_layer",
-            zh=f"这个模型里没有叫 `{got}` 的层：它有 `{names}`。",
-            en=f"This model has no layer called `{got}`: it has `{names}`.",
+            zh=f"这个模型里没有叫 `{got}` 的层：它有 `{layers}`。",
+            en=f"This model has no layer called `{got}`: it has `{layers}`.",
         )
     if got != want:
         reason = reasons.get(got, otherwise)
         zh, en = (text.format(got=f"`{got!r}`", want=f"`{want!r}`") for text in WRONG_LAYER[reason])
         refuse(reason, zh=zh, en=en)
     _examine_left(hung, model)
+    if _flags(model) != flags:
+        refuse(
+            "mode_changed",
+            zh="模型原本在训练模式，你的函数返回以后却不是了：看完以后，要和原来一样。",
+            en="The model was in training mode and is not after your function has returned: look, and leave it as it was.",
+        )
+    _examine_no_new_attributes(model, names)
+    _examine_grad_mode()
 
 
 def _nan_in(value):
@@ -1272,6 +1307,29 @@ def nan_one_by_one(model, x):
     return next((name for name in found if name in alone), None)
 
 
+def nan_in_eval(model, x):
+    return first_nan(model.eval(), x)
+
+
+def nan_mode_after_error(model, x):
+    flags = [(module, module.training) for module in model.modules()]
+    name = first_nan(model.eval(), x)
+    for module, flag in flags:
+        module.training = flag
+    return name
+
+
+def nan_names_on_modules(model, x):
+    for name, module in model.named_modules():
+        module.__name__ = name
+    return first_nan(model, x)
+
+
+def nan_without_gradients(model, x):
+    torch.set_grad_enabled(False)
+    return first_nan(model, x)
+
+
 def nan_cleared(model, x):
     name = first_nan(model, x)
     for module in model.modules():
@@ -1315,6 +1373,10 @@ FIRST_NAN = Exercise(
         "called_twice": nan_by_layer,
         "ran_often": nan_one_by_one,
         "removed_others": nan_cleared,
+        "mode_changed": nan_in_eval,
+        "mode_after_error": nan_mode_after_error,
+        "attribute_left": nan_names_on_modules,
+        "grad_left_off": nan_without_gradients,
         "not_a_name": lambda model, x: _collect(model, x, model.named_modules()),
     },
     zh="先算完的先报，嵌套的也看得见，模型上什么也没有留下。",

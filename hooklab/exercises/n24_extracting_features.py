@@ -82,6 +82,8 @@ def _examine_attributes(model, before):
 class _Net(nn.Module):
     """A ReLU in place after `body.0`; only input with a mean above 0 goes through `extra`, edited by `*=`."""
 
+    error = ValueError  # raised before the body
+
     def __init__(self, *, fails: str = ""):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True))
@@ -89,7 +91,7 @@ class _Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails == "before":
-            raise ValueError("this model always fails")
+            raise self.error("this model always fails")
         hidden = self.body(x)
         if self.fails == "behind":
             raise RuntimeError("this model always fails")
@@ -104,8 +106,11 @@ BRIGHT, DARK = torch.tensor([[1.0, 2.0, 3.0], [4.0, -1.0, 0.5]]), torch.tensor([
 
 def examine_feature(answer):
     torch.manual_seed(0)
-    model, passed, calls = _Net(), [], []
+    model, passed, calls, cut = _Net(), [], [], []
     model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    model.body[1].register_forward_pre_hook(
+        lambda module, args: cut.append(_is_cut(args[0], model.body[0].weight))
+    )
     want = model.body[0](BRIGHT).detach()
     model.body[0].register_forward_hook(lambda module, args, output: passed.append(output.data_ptr()))
     model.body[1].register_forward_pre_hook(lambda module, args: passed.append(args[0].data_ptr()))
@@ -116,6 +121,13 @@ def examine_feature(answer):
         more, grad_mode = hooks.left(), torch.is_grad_enabled()
     _examine_input(x, BRIGHT)
     _examine_run(passed)
+    if any(cut):
+        refuse(
+            "cut_in_place",
+            zh="后面那一层收到的张量已经和计算图断开了：`detach_` 改的是模型自己的张量，`detach` 才另外返回一个。",
+            en="The tensor that the next layer receives is cut off from the graph: `detach_` edits the model's own tensor, `detach` "
+            "returns another one.",
+        )
     _examine_calls(calls[:1])
     _examine_feature_value(got, want)
     if not model.training:
@@ -131,6 +143,11 @@ def examine_feature(answer):
     _examine_where_grad_is_off(lambda: answer(_Net(), "body.0", BRIGHT.clone()))
     _examine_failing(answer)
     _examine_unreached(answer)
+
+
+def _is_cut(output, weight):
+    """Whether the output of a layer with this weight has lost its graph, where it must have one."""
+    return torch.is_grad_enabled() and weight.requires_grad and not output.requires_grad
 
 
 def _examine_input(x, before):
@@ -254,16 +271,23 @@ def _examine_failing(answer):
             zh="一切顺利时没有问题；模型中途报错时，钩子却留在了模型上。",
             en="Fine as long as nothing goes wrong; but when the model raises half-way, the hook stays on it.",
         )
+    for error in (ValueError, RuntimeError):
+        _examine_error(answer, error)
+
+
+def _examine_error(answer, error):
+    model = _Net(fails="before")
+    model.error = error
     try:
-        got = answer(_Net(fails="before"), "body.0", BRIGHT.clone())
-    except ValueError:
+        got = answer(model, "body.0", BRIGHT.clone())
+    except error:
         return
-    except Exception as error:
-        got = error
+    except Exception as other:
+        got = other
     refuse(
         "hid_error",
-        zh=f"模型在这一层之前抛出了 `ValueError`，从你的函数里出来的却是 `{type(got).__name__}`：原来的错误被藏起来了。",
-        en=f"Before this layer the model raised a `ValueError`; what comes out of your function is `{type(got).__name__}`: "
+        zh=f"模型在这一层之前抛出了 `{error.__name__}`，从你的函数里出来的却是 `{type(got).__name__}`：原来的错误被藏起来了。",
+        en=f"Before this layer the model raised a `{error.__name__}`; what comes out of your function is `{type(got).__name__}`: "
         "the error itself is hidden.",
     )
 
@@ -462,6 +486,7 @@ FEATURE = Exercise(
         "other_error": index_error,
         "no_error": no_error,
         "replaced_output": replaced_output,
+        "cut_in_place": _feature_with(lambda output: output.detach_().clone()),
         "returned_nothing": lambda model, name, x: print(end=str(feature(model, name, x))[:0]),
         "not_called": lambda model, name, x: model.get_submodule(name).forward(x).detach(),
         "by_forward": _feature_with(
@@ -809,7 +834,7 @@ def overwritten(model, x):
     finally:
         for handle in handles:
             handle.remove()
-    return [name for name, output, version in seen if output._version != version]
+    return list(dict.fromkeys(name for name, output, version in seen if output._version != version))
 
 
 class _Mixed(nn.Module):
@@ -900,6 +925,7 @@ def examine_overwritten(answer):
         )
     _expect_names(got, {"first", "second"}, "每层调用两次的模型", "a model that calls each layer twice")
     _examine_unchanged(answer)
+    _examine_left_after_error(lambda model: answer(model, torch.randn(6, 4)))
     _examine_squeezenet(answer)
 
 
@@ -953,6 +979,33 @@ def _names_found(answer, model, x):
     _examine_grad_mode(grad_mode)
     _examine_attributes(model, attributes)
     return set(got)
+
+
+def _examine_left_after_error(run):
+    """The second layer cannot take what the first one gives."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 2))
+    hooks = _Hooks(model)
+    try:
+        run(model)
+    except RuntimeError:
+        error = True
+    else:
+        error = False
+    finally:
+        left = hooks.left()
+    hooks.examine(min(left, 0))
+    if left:
+        refuse(
+            "left_after_error",
+            zh="一切顺利时没有问题；模型中途报错时，钩子却留在了模型上。",
+            en="Fine as long as nothing goes wrong; but when the model raises half-way, hooks stay on it.",
+        )
+    if not error:
+        refuse(
+            "hid_error",
+            zh="模型抛出了 `RuntimeError`，你的函数却把它吞掉了：调用的人会以为一切正常。",
+            en="The model raised a `RuntimeError`, and your function swallowed it: the caller would believe that all is well.",
+        )
 
 
 def _expect_names(got, want, where_zh, where_en):
@@ -1045,6 +1098,21 @@ def last_call(model, x):
     return [name for name, (output, version) in noted.items() if output._version != version]
 
 
+def overwritten_swallowed(model, x):
+    try:
+        return overwritten(model, x)
+    except RuntimeError:
+        return []
+
+
+def overwritten_cleared(model, x):
+    try:
+        return overwritten(model, x)
+    finally:
+        for module in model.modules():
+            module._forward_hooks.clear()
+
+
 def ran_twice_overwritten(model, x):
     model(x)
     return overwritten(model, x)
@@ -1101,6 +1169,9 @@ OVERWRITTEN = Exercise(
         "left_behind": lambda model, x: _recording(
             model, x, lambda output: output._version, _edited, clean=False
         ),
+        "left_after_error": lambda model, x: _recording(model, x, lambda output: output._version, _edited),
+        "hid_error": overwritten_swallowed,
+        "removed_others": overwritten_cleared,
         "one_call": last_call,
         "ran_twice": ran_twice_overwritten,
         "by_forward": by_forward,

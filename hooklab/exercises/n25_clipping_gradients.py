@@ -18,7 +18,7 @@ def clipped_share(model, bound):
 
 
 def examine_share(answer):
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # no two ways of counting agree
     for bound in (0.5, 2.0):
         _examine_share(answer, bound)
 
@@ -76,6 +76,12 @@ def _examine_number(got, grads, bound, model):
             "not_a_share",
             zh=f"应当在 0 和 1 之间，得到的是 `{got:.4g}`：是个数，还是百分数？",
             en=f"Expected between 0 and 1, found `{got:.4g}`: is it a count, or per cent?",
+        )
+    if abs(got - (1 - want)) < 1e-4:
+        refuse(
+            "inverted",
+            zh="反了：这是裁剪不会改变的那些元素的占比。",
+            en="The wrong way round: this is the share of entries that clipping leaves as they are.",
         )
     if abs(got - (grads.abs() >= bound).double().mean().item()) < 1e-4:
         refuse(
@@ -168,6 +174,7 @@ SHARE = Exercise(
         "not_a_share": lambda model, bound: (_all_grads(model).abs() > bound).sum().item(),
         "counts_the_bound": lambda model, bound: (_all_grads(model).abs() >= bound).double().mean(),
         "one_sided": lambda model, bound: (_all_grads(model) > bound).double().mean(),
+        "inverted": lambda model, bound: (_all_grads(model).abs() <= bound).double().mean(),
         "counts_missing": share_of_all,
         "mean_of_shares": lambda model, bound: torch.stack(
             _shares(model, lambda grad: (grad.abs() > bound).double().mean())
@@ -234,6 +241,7 @@ def examine_groups(answer):
     _examine_groups(answer, {"embed": 0.5, "blocks.*": 0.25, "head": 0.125})
     _examine_groups(answer, {"**.norm": 0.25, "embed": 1.0})
     _examine_groups(answer, {"blocks.1.rnn": 0.5})
+    _examine_groups(answer, {"blocks.1": 0.5})
     for names in (("left", "right"), ("right", "left")):
         _examine_neighbour(answer, *names)
     _examine_two_models(answer)
@@ -241,8 +249,7 @@ def examine_groups(answer):
 
 def _examine_groups(answer, bounds):
     model, tokens = _LanguageModel(), torch.randint(5, (4, 6))
-    plain = _gradients(model, tokens)
-    model.zero_grad()
+    plain = {name: grad.clone() for name, grad in _gradients(model, tokens).items()}
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     handles = answer(model, dict(bounds))
     found = handles if isinstance(handles, list | tuple) else [handles]
