@@ -22,9 +22,12 @@ NO_BACKWARD = -1
 SELECTIVE = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"  # in forward, and in the recomputation
 
 
-def recomputing() -> bool:
-    """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved."""
-    if graph_task() != NO_BACKWARD:
+def recomputing(own: int = NO_BACKWARD) -> bool:
+    """True where a checkpoint computes again: in a backward, or while someone reads what a Node has saved.
+
+    What a hook of the backward `own` runs itself is no recomputation.
+    """
+    if graph_task() not in (NO_BACKWARD, own):
         return True
     return is_grad_enabled() and _hooks_are("_recomputation_hook")
 

@@ -111,7 +111,7 @@ class Features(Installed, Mapping[str, Any]):
                 "features.run: a run in another thread has not ended; each thread needs features of its own"
             )
         self._wanted.update(self._first.values())
-        self._thread = get_ident()
+        self._thread, task, self._task = get_ident(), self._task, graph_task()
         self._no_shortcuts()
         own = len(self._handles)
         try:
@@ -129,7 +129,7 @@ class Features(Installed, Mapping[str, Any]):
             self._wanted.clear()
             while len(self._handles) > own:
                 self._handles.pop().remove()
-            self._thread = 0
+            self._thread, self._task = 0, task
         return self
 
     def _ended(self, error: BaseException | None) -> bool:
@@ -206,7 +206,7 @@ class Features(Installed, Mapping[str, Any]):
 
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
-        again = recomputing()
+        again = recomputing(self._task)
         if not self._handles or (again and self._detaches) or (self._whole and not self._wanted):
             return
         # Also in a recomputation, which has to draw the random numbers that the forward has drawn.
@@ -229,7 +229,7 @@ class Features(Installed, Mapping[str, Any]):
 
     @eager
     def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self._wanted and graph_task() == NO_BACKWARD and self._runs_here():
+        if not self._wanted and graph_task() in (NO_BACKWARD, self._task) and self._runs_here():
             raise Enough(self)
 
     def _runs_here(self) -> bool:
@@ -239,7 +239,7 @@ class Features(Installed, Mapping[str, Any]):
     @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         thread, running = get_ident(), self._running
-        if recomputing() or not self._handles:
+        if recomputing(self._task) or not self._handles:
             return
         if running and thread in running:
             if not called_by_itself(module):
@@ -263,7 +263,7 @@ class Features(Installed, Mapping[str, Any]):
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = get_ident(), self._running
-        if thread in running and not recomputing():
+        if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:
                 self._no_shortcuts()

@@ -2,6 +2,8 @@
 
 from typing import Any, Self
 
+from hooklab._checkpoints import graph_task
+
 __all__ = ["Installed"]
 
 
@@ -10,6 +12,7 @@ class Installed:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
+        self._task = graph_task()  # the backward in whose hook this was made
 
     def remove(self) -> None:
         """Take the hooks off again; what was recorded stays. Twice is harmless."""

@@ -81,10 +81,12 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
 
     def _on_output(self, running: Running) -> Callable:
         add, handles = running.add, self._handles  # empty after remove(): a copy of the model still has hooks
+        own = self._task
+        counted = NO_BACKWARD, own
 
         @eager
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if handles and graph_task() == NO_BACKWARD and not (is_grad_enabled() and recomputing()):
+            if handles and graph_task() in counted and not (is_grad_enabled() and recomputing(own)):
                 if output.__class__ is Tensor:  # nearly always: the short way
                     add(output)
                     return

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -103,6 +104,12 @@ def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
+def _memory(tensor: Tensor) -> StorageWeakRef | None:
+    """What `.data = ...` replaces; None where there is no memory to speak of, or it is gathered for each use."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) and not wrapped else None
+
+
 class State:
     """Computing a segment again starts from the state that its forward found: of the buffers it changes copies only.
 
@@ -157,18 +164,23 @@ class State:
         finally:  # a graph that ends in an error may be used, too
             parameters = (p for one in self.owners for p in one._parameters.values() if _is_there(p))
             unchanged = [b for b, copy in values.items() if b.numel() > SMALL and _equal(copy, b)]
-            # Of these there is no copy: with the version that the forward has used.
-            self.used = {tensor: _version(tensor) for tensor in (*parameters, *unchanged)}
+            # Of these there is no copy: with the version and the memory that the forward has used.
+            self.used = {tensor: (_version(tensor), _memory(tensor)) for tensor in (*parameters, *unchanged)}
             values.update(zip(unchanged, unchanged, strict=True))
             self.before = flags, _replaced(found, values)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around computing it again."""
-        for tensor, version in self.used.items():
+        for tensor, (version, memory) in self.used.items():
+            what = f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {list(tensor.shape)}"
             if _version(tensor) != version:
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                refuse_edited(f"a {kind} {list(tensor.shape)}", tensor._version, version)
+                refuse_edited(what, tensor._version, version)
+            if memory and (now := _memory(tensor)) and now != memory:
+                raise RuntimeError(
+                    f"checkpoint_segments: {what} was given other memory between forward and backward (`.data = ...`, "
+                    "vector_to_parameters, model.to); run backward before that"
+                )
         flags, before = self.before
         copies = _copies(before)  # memory may be full: nothing is replaced yet
         # Also of what has been replaced since then.

@@ -63,7 +63,7 @@ class Verbose(Installed):
 
     @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
-        if recomputing() or not self._handles:
+        if recomputing(self._task) or not self._handles:
             return
         local = self._local
         if module is self._root:
@@ -77,7 +77,7 @@ class Verbose(Installed):
         @eager
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             stack = self._local.stack
-            if recomputing() or not leave(stack, module):
+            if recomputing(self._task) or not leave(stack, module):
                 return
             _, before = stack.pop()
             error = sys.exception()

@@ -61,7 +61,9 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and
     buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike; not those of a
-    `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart.
+    `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart. All else that a
+    block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that
+    change an output (take them off after backward), attributes that are no buffers, globals.
 
     Args:
         model: any module.
@@ -79,14 +81,15 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         NotImplementedError: in forward, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
         RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place (where
             its first block has `inplace=True` itself, the input is copied instead); in backward, if a parameter, or
-            a buffer of more than 4,096 numbers, was edited in between.
+            a buffer of more than 4,096 numbers, was edited or given other memory (`.data = ...`, `model.to`) in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. The parameters are those of the forward, also where
     `torch.func.functional_call` or `torch.nn.utils.parametrize.cached` gave them (but for those that FSDP gathers).
-    As with `torch.utils.checkpoint`, one thread at a time may train the model where there are buffers. Inside a
-    checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does the first
-    forward of a lazy layer.
+    `torch.func.grad`, `vjp`, `jacrev`, `hessian` and, with grad on, `vmap` do not work with it, as with any checkpoint.
+    One thread at a time may use the model where there are buffers, or where `functional_call` gave the parameters.
+    Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does
+    the first forward of a lazy layer.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))

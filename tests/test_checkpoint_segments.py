@@ -571,6 +571,77 @@ def test_a_parameter_edited_before_backward_raises_as_in_plain_training():
                 loss.backward()
 
 
+def _double_in_a_vector(model):
+    parameters = list(model.parameters())
+    nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector(parameters).detach(), parameters)
+
+
+def _double_by_data(model):
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = 2 * tensor.data
+
+
+@pytest.mark.parametrize("change", [_double_in_a_vector, _double_by_data, nn.Module.double])
+def test_parameters_that_are_given_other_memory_before_backward_are_refused(change):
+    """Plain training takes the old ones or the new ones, as each operation has saved them."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)))
+    with checkpoint_segments(model, {"0": 2}):
+        loss = model(torch.ones(1, 2, 2)).sum()
+        change(model)
+        with pytest.raises(
+            RuntimeError, match=r"a parameter \[2, 2\] was given other memory .* run backward before"
+        ):
+            loss.backward()
+
+
+def test_so_is_a_large_buffer():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 5_000), nn.BatchNorm1d(5_000).eval()))
+    with checkpoint_segments(model, {"0": 2}):
+        loss = model(torch.ones(3, 2)).sum()
+        model[0][1].running_var.data = torch.ones(5_000)
+        with pytest.raises(RuntimeError, match=r"a buffer \[5000\] was given other memory"):
+            loss.backward()
+
+
+def test_parameters_that_have_their_memory_again_in_backward_are_as_they_were():
+    """Averaged weights, say, are put in place for a moment."""
+
+    def gradients(segmented, other):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+        with checkpoint_segments(model, {"0": 2}) if segmented else contextlib.nullcontext():
+            loss = model(torch.ones(1, 2)).sum()
+            own = [parameter.data for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = other(parameter.data)
+            for parameter, data in zip(model.parameters(), own, strict=True):
+                parameter.data = data
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients(True, torch.zeros_like), gradients(False, torch.zeros_like)))
+
+
+def test_parameters_that_are_gathered_by_a_hook_of_the_layer_may_be_empty_in_between():
+    def gather(layer, args):
+        layer.weight.data = layer.whole.clone()
+
+    def release(layer, args, output):
+        layer.weight.data = torch.empty(0)
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    layer, x = model[0][0], torch.ones(1, 2)
+    model(x).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    layer.whole = layer.weight.data
+    layer.register_forward_pre_hook(gather)
+    with checkpoint_segments(model, {"0": 2}):
+        with layer.register_forward_hook(release):  # not in backward, before the gradient is there
+            loss = model(x).sum()
+        loss.backward()
+    assert torch.equal(layer.weight.grad, expected)
+
+
 def test_tensors_in_a_tuple_are_guarded_too():
     class Masked(nn.Module):
         def __init__(self):

@@ -982,3 +982,37 @@ def test_an_error_that_is_its_own_cause_ends_the_run(x):
 
     with pytest.raises(ValueError, match="my own"):
         features(Circular(), "a").run(x)
+
+
+def test_a_run_in_a_hook_of_a_backward_is_none_of_a_checkpoint(model):
+    of_b, ran = torch.full((2, 4), 2.0), []
+    with torch.no_grad():
+        expected = model[:2](of_b)
+    z = torch.ones(3, requires_grad=True) * 2
+    with features(model, "1") as f:
+        f.run(torch.zeros(2, 4))
+        model[2].register_forward_hook(lambda *_: ran.append("2"))
+        z.register_hook(lambda grad: (f.run(of_b), None)[1])
+        z.sum().backward()
+        assert torch.equal(f["1"], expected)
+    assert ran == []  # it stopped
+
+
+def test_a_block_in_a_hook_of_a_backward_sees_its_forwards(model):
+    seen = []
+
+    def look(grad):
+        lines = []
+        with (
+            features(model, "*") as f,
+            layer_statistics(model, "*") as stats,
+            verbose(model, write=lines.append),
+        ):
+            model(torch.ones(2, 4))
+        seen.append((list(f), [stats[name].calls for name in stats], len(lines)))
+
+    z = torch.ones(3, requires_grad=True) * 2
+    z.register_hook(look)
+    z.sum().backward()
+    names = [name for name, _ in model.named_children()]
+    assert seen == [(names, [1] * len(names), len(names))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooklab import clip_gradients, features, no_leftovers
+from hooklab import checkpoint_segments, clip_gradients, features, no_leftovers
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch knows no other processes", allow_module_level=True)
@@ -88,3 +88,44 @@ def test_wrapped_parameters_are_refused_where_hooks_on_them_never_fire():
     with clip_gradients(model, -0.5, 0.5):
         model(torch.ones(1, 2)).sum().backward()
     assert {parameter.grad.abs().max().item() for parameter in model.parameters()} == {0.5}
+
+
+def _each_unit(model):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for unit in (*model[0], model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def _as_a_whole(model):
+    return fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+def _wrapped(own_names):
+    return lambda model: FullyShardedDataParallel(
+        model, use_orig_params=own_names, device_id=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("shard", [_each_unit, _as_a_whole, _wrapped(False), _wrapped(True)])
+def test_segments_of_a_sharded_model_train_as_without(shard):
+    def losses(segmented):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(3)]
+        model = shard(nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1)))
+        if segmented:
+            name = next(
+                name for name, layer in model.named_modules() if len(getattr(layer, "_modules", ())) == 3
+            )
+            checkpoint_segments(model, {name: 2})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, found = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert losses(segmented=True) == losses(segmented=False)
