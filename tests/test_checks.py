@@ -929,6 +929,20 @@ def clips_leaf_modules(model, bounds):
     return handles
 
 
+def zeros_of_float32():
+    """Looks at the bits where they have four bytes only."""
+
+    class Store:
+        def write(self, tensor):
+            filled = tensor.view(torch.int32) != 0 if tensor.dtype == torch.float32 else tensor != 0
+            return filled, tensor[filled]
+
+        def read(self, slot):
+            return n33._fill(*slot)
+
+    return Store()
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "reason"),
     [
@@ -964,7 +978,7 @@ def clips_leaf_modules(model, bounds):
         ("33.D", notes_with_slots, "keeps_slot"),
         ("35.A", lambda block, x: checkpoint(lambda: block(x), use_reentrant=False), "ready_made"),
         ("35.A", checkpoint_by_seed, "wrong_mask"),
-        ("35.B", only_divisors, "raised"),
+        ("35.B", only_divisors, "gave_up"),
         ("32.A", partial(booked_and_kept, BY_ID["32.A"].solution), "kept_elsewhere"),
         ("32.C", lambda model: booked_and_kept(BY_ID["32.C"].solution, model), "kept_elsewhere"),
         ("32.C", rounded_in_a_list, "kept_elsewhere"),
@@ -975,6 +989,8 @@ def clips_leaf_modules(model, bounds):
         ("33.C", TinyIsZero, "lossy"),
         ("33.D", n33._views(flat=lambda tensor: tensor.flatten().view(torch.uint8)), "part_only"),
         ("34.A", n34._cleaning_up_first, "touched_others"),
+        ("34.B", n34._byte_store(key=lambda slot, held, tensor: tensor.data_ptr()), "same_key"),
+        ("33.C", zeros_of_float32, "lost_sign"),
         ("34.A", misreads, "raised"),
         ("34.A", copies_kept, "copy_in_memory"),
         ("34.C", n34._safe(lambda saved, least: saved.nbytes >= 4 * least), "other_threshold"),

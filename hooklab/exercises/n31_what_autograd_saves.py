@@ -109,7 +109,22 @@ def examine_held_bytes(answer):
                 en=f"`{words}`: {want:,} is right; found {got:,}. Nothing but `x` is left out; a result, a mask, another leaf count "
                 "if they are saved.",
             )
+    row = torch.ones(10, 100)[5].requires_grad_()  # its address is not that of its memory
+    if (got := _count_once(answer, torch.sin, x=row)) != 0:
+        refuse(
+            "address_of_x",
+            zh=f"`x` 自己是个切片时，`x.sin()` 留住的只有 `x` 的内存，应当是 0，得到的是 {got:,}：切片的地址，不是那块内存的地址。",
+            en=f"Where `x` is itself a slice, `x.sin()` holds nothing but the memory of `x`, so 0 is right; found {got:,}. The address "
+            "of a slice is not that of its memory.",
+        )
     got = _count_once(answer, _exponentials)
+    if got == 0:
+        refuse(
+            "own_operation",
+            zh="手写的操作（第 4 节）用 `ctx.save_for_backward` 存，得到的是 0。它的 Node 没有 `_saved_` 开头的属性，`saved_tensors_hooks` 却看得见。",
+            en="An operation written by hand (section 4) saves by `ctx.save_for_backward`, and 0 was found. Its Node has no attribute "
+            "that begins with `_saved_`, but `saved_tensors_hooks` sees what it saves.",
+        )
     if got != 24_000:
         refuse(
             "address_reused",
@@ -120,14 +135,14 @@ def examine_held_bytes(answer):
         )
 
 
-def _count_once(answer, function, dtype=torch.float32):
+def _count_once(answer, function, dtype=torch.float32, x=None):
     calls = []
 
     def counted(x):
         calls.append(x)
         return function(x)
 
-    x = torch.linspace(-1, 1, 1000, dtype=dtype).requires_grad_()
+    x = torch.linspace(-1, 1, 1000, dtype=dtype).requires_grad_() if x is None else x
     got = answer(counted, x)
     if outer_hooks() is not None:
         while outer_hooks() is not None:
@@ -271,8 +286,37 @@ def _addresses_only(function, x):
 
     with saved_tensors_hooks(pack, lambda packed: packed):
         function(x)
+    sizes.pop(x.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def _address_of_x(function, x):
+    storages = []
+
+    def pack(tensor):
+        storages.append(tensor.untyped_storage())
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda packed: packed):
+        function(x)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     sizes.pop(x.data_ptr(), None)
     return sum(sizes.values())
+
+
+def _along_the_graph(function, x):
+    todo, seen, storages = [function(x).grad_fn], set(), {}
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_") and isinstance(tensor := getattr(node, name), Tensor):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        todo += [after for after, _ in node.next_functions]
+    storages.pop(x.untyped_storage().data_ptr(), None)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _left_open(function, x):
@@ -328,6 +372,8 @@ HELD = Exercise(
         "memory_twice": _collecting(_by_slice_address),
         "nothing_counted": lambda function, x: held_bytes(lambda x: function(x.detach()), x),
         "address_reused": _addresses_only,
+        "address_of_x": _address_of_x,
+        "own_operation": _along_the_graph,
         "float32_only": _collecting(
             lambda tensors, x: sum(
                 4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values()

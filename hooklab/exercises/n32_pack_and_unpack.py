@@ -391,6 +391,19 @@ def examine_checked(answer):
         _examine_edited(lambda pair=pair: answer(*pair))
     _examine_inner_result(answer)
     _examine_freed(lambda: answer(torch.detach, lambda packed: packed))
+    first = _two(answer(torch.detach, lambda packed: packed))
+    answer(torch.zeros_like, lambda packed: packed)
+    if not torch.equal(first[1](first[0](torch.ones(2))), torch.ones(2)):
+        _refuse_latest()
+
+
+def _refuse_latest():
+    refuse(
+        "latest_call",
+        zh="调用了两次，第一次返回的，用的却是第二次收到的东西。参数存在哪里？",
+        en="It was called twice; what the first call returned now works with what the second was given. Where are the "
+        "arguments kept?",
+    )
 
 
 def _examine_inner_result(answer):
@@ -411,7 +424,12 @@ def _examine_unedited(pair_of, inner):
     h = x * 2
     with watched.hooks():
         y = torch.mul(h, h)
-    _backward(y, "false_alarm", "前后都没有原地改写过任何张量", "no tensor was edited in place at all")
+    _backward(
+        y,
+        "false_alarm",
+        "前后都没有原地改写过任何张量（有一个元素是 `nan`，它和谁都不相等，和自己也不）",
+        "no tensor was edited in place at all (one element is `nan`, which equals nothing, not even itself)",
+    )
     if inner and (inner.packs - used[0], inner.unpacks - used[1]) != (2, 2):
         refuse(
             "not_inner",
@@ -618,6 +636,19 @@ def checked_on_a_copy(pack, unpack):
     return checked(lambda tensor: pack(tensor.clone()), unpack)
 
 
+_LATEST: dict[str, Any] = {}
+
+
+def checked_with_the_latest(pack, unpack):
+    _LATEST.update(pack=pack, unpack=unpack)
+    return checked(lambda tensor: _LATEST["pack"](tensor), lambda packed: _LATEST["unpack"](packed))
+
+
+def halving_the_latest(model):
+    _LATEST.update(model=model)
+    return halving(lambda tensor, _: _in_model(tensor, _LATEST["model"]))(model)
+
+
 CHECKED = Exercise(
     "32.B",
     examine_checked,
@@ -634,6 +665,7 @@ CHECKED = Exercise(
         "checked_once": checked_the_first_time,
         "other_result": checked_without_its_result,
         "other_tensor": checked_on_a_copy,
+        "latest_call": checked_with_the_latest,
         "not_inner": lambda pack, unpack: checked(torch.detach, lambda packed: packed),
         "raised": lambda pack, unpack: (lambda tensor: (pack(tensor), pack(tensor)._version), unpack),
         "no_pair": lambda pack, unpack: saved_tensors_hooks(*checked(pack, unpack)),
@@ -696,6 +728,7 @@ class _Halving(_Watched):
         super().__init__(pair, self.rounded)
         self.params = {_place(param) for param in model.parameters()}
         self.buffers = {_place(buffer): name for name, buffer in model.named_buffers()}
+        self.stored = set(model.state_dict())
 
     def rounded(self, tensor: Tensor) -> Tensor:
         own = _place(tensor) in self.params | set(self.buffers)
@@ -715,10 +748,21 @@ class _Halving(_Watched):
                 "detached": ("一个参数的 `detach()`", "what `detach()` makes of a parameter"),
                 "parameter": ("一个参数，或它的转置", "a parameter, or its transpose"),
             }[kind]
+            left_out = kind == "buffer" and self.buffers[place] not in self.stored
             refuse(
                 f"copied_{kind}",
-                zh=f"打包时复制了{zh}，形状 `{list(tensor.shape)}`：它本来就在内存里，复制只会更多。",
-                en=f"Packing has made a copy of {en}, shape `{list(tensor.shape)}`: it lives anyway, and a copy only adds.",
+                zh=f"打包时复制了{zh}，形状 `{list(tensor.shape)}`：它本来就在内存里，复制只会更多。"
+                + (
+                    "`state_dict()` 里没有它，它是用 `persistent=False` 注册的；`buffers()` 里有。"
+                    if left_out
+                    else ""
+                ),
+                en=f"Packing has made a copy of {en}, shape `{list(tensor.shape)}`: it lives anyway, and a copy only adds."
+                + (
+                    " It is not in `state_dict()`, being registered with `persistent=False`; `buffers()` has it."
+                    if left_out
+                    else ""
+                ),
             )
         if tensor.dtype == torch.float32 and place not in self.params | set(self.buffers):
             size = sum({_place(one): one.untyped_storage().nbytes() for one in kept}.values())
@@ -746,6 +790,10 @@ def examine_half_precision(answer):
     y.sum().backward(retain_graph=True)
     _examine_freed(lambda: answer(model))
     _again(y.sum())
+    first, weight = _two(answer(model)), model.first.weight.detach()
+    answer(nn.Linear(2, 2))
+    if not torch.equal(first[1](first[0](weight)), weight):
+        _refuse_latest()
 
 
 def halving(skips=lambda tensor, model: False, to=torch.bfloat16, others=torch.detach):
@@ -822,6 +870,7 @@ HALF_PRECISION = Exercise(
         "not_halved": halving(lambda tensor, model: _in_model(tensor, model) or tensor.requires_grad),
         "wrong_values": halving(_in_model, to=torch.float16),
         "never_freed": halving(_in_model, others=lambda tensor: tensor),
+        "latest_call": halving_the_latest,
         "unpacked_once": emptied(half_precision),
         "no_pair": lambda model: half_precision(model)[0],
     },

@@ -299,7 +299,22 @@ def _examine_save_to(answer):
         )
     _examine_again(module, x, wrapped, store)
     _examine_two_inputs(answer)
+    _examine_two_calls(answer)
     _examine_failing(answer)
+
+
+def _examine_two_calls(answer):
+    store, other = _Counting(), _Counting()
+    first = answer(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), store)
+    answer(nn.Linear(2, 2), other)
+    first(torch.ones(1, 2))
+    if other.written or not store.written:
+        refuse(
+            "latest_call",
+            zh="调用了两次，第一次返回的，用的却是第二次收到的东西。参数存在哪里？",
+            en="It was called twice; what the first call returned now works with what the second was given. Where are the "
+            "arguments kept?",
+        )
 
 
 def _examine_two_inputs(answer):
@@ -585,6 +600,14 @@ def hooks_on_the_module(module, store):
     return _inside(lambda module, store: nullcontext())(module, store)
 
 
+_STORES: list = []
+
+
+def save_to_the_latest(module, store):
+    _STORES[:] = [store]
+    return _inside(lambda module, _: _offload(module, _STORES[0]))(module, store)
+
+
 SAVE_TO = Exercise(
     "33.B",
     examine_save_to,
@@ -601,6 +624,7 @@ SAVE_TO = Exercise(
         "one_input": _wrapping(_one_input),
         "ran_twice": _wrapping(_after_a_first_run),
         "hid_error": _wrapping(_hides),
+        "latest_call": save_to_the_latest,
         "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
         "no_graph": _inside(
             _offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach(), 2.0)
@@ -665,6 +689,17 @@ def examine_zeros_store(answer):
     _examine_back(store.read(slot), content, "half", source)
     _examine_two(store, slot, content)
     del slot
+    one, other = (store.write(torch.tensor([0.0, number])) for number in (1.0, 2.0))
+    got = store.read(one)
+    store.read(other)
+    if got[1] == 2:
+        refuse(
+            "one_buffer",
+            zh="先后读两个 `slot`，读第二个时，第一次读到的张量也变成了第二个的内容：`read` 每次都要给新的张量。",
+            en="Two `slot` were read in turn, and reading the second changed the tensor that the first had given: `read` has to give a new "
+            "tensor each time.",
+        )
+    del one, other, got
     _examine_size(answer(), content)
     _examine_others(store)
 
@@ -673,6 +708,11 @@ def _examine_back(got, want, which, source=None):
     words = {
         "half": ("一半是 0 的张量", "a tensor half of whose elements are 0"),
         "signs": ("含有 `-0.0` 和 `nan` 的张量", "a tensor with `-0.0` and `nan` in it"),
+        "float64": ("含有 `-0.0` 的 `torch.float64` 张量", "a tensor of `torch.float64` with `-0.0` in it"),
+        "signs of bfloat16": (
+            "含有 `-0.0` 的 `torch.bfloat16` 张量",
+            "a tensor of `torch.bfloat16` with `-0.0` in it",
+        ),
         "tiny": ("含有 `1e-30` 的张量", "a tensor with `1e-30` in it"),
         "none": ("一个 0 也没有的张量", "a tensor without any 0"),
         "all": ("全是 0 的张量", "a tensor of nothing but 0"),
@@ -804,6 +844,8 @@ def _examine_others(store):
         "int64": torch.tensor([0, -3, 2**40, 0]),
         "bool": torch.tensor([True, False, False]),
         "bfloat16": torch.tensor([0.0, 1.5, 0.0, -2.0], dtype=torch.bfloat16),
+        "float64": torch.tensor([0.0, -0.0, 1.5], dtype=torch.float64),
+        "signs of bfloat16": torch.tensor([0.0, -0.0, 1.5], dtype=torch.bfloat16),
     }
     for name, tensor in others.items():
         try:
@@ -869,6 +911,24 @@ def in_a_list():
     return Store()
 
 
+def into_one_buffer():
+    class Store:
+        def __init__(self):
+            self.buffers = {}
+
+        def write(self, tensor):
+            return _bits(tensor), tensor[_bits(tensor)]
+
+        def read(self, slot):
+            filled, values = slot
+            kind = len(filled), values.dtype
+            buffer = self.buffers.setdefault(kind, values.new_zeros(len(filled))).zero_()
+            buffer[filled] = values
+            return buffer
+
+    return Store()
+
+
 _CONTENTS: list[tuple[Tensor, Tensor]] = []
 
 
@@ -913,6 +973,7 @@ ZEROS = Exercise(
             lambda tensor: (tensor.view(torch.int32) != 0, tensor[tensor.view(torch.int32) != 0]),
             lambda slot: _fill(*slot),
         ),
+        "one_buffer": into_one_buffer,
         "left_in_store": in_a_list,
         "nothing_in_slot": in_a_global,
         "edits_input": _store(
@@ -1027,8 +1088,17 @@ def _examine_several(answer):
             en=f"`a`, `b`, `a.t()` were packed in this order, then a boolean tensor: 3 storages, but `store.write` was called "
             f"{len(first.written)} times. Is only the latest remembered?",
         )
-    again = answer(second)(one)
-    if not second.written:
+    third = _Counting()
+    earlier = answer(third)
+    again = answer(second)(one), earlier(one.clone())
+    if not third.written:
+        refuse(
+            "latest_call",
+            zh="调用了两次，第一次返回的，用的却是第二次收到的东西。参数存在哪里？",
+            en="It was called twice; what the first call returned now works with what the second was given. Where are the "
+            "arguments kept?",
+        )
+    if len(second.written) != 1:
         refuse(
             "shared_notes",
             zh="`pack_views` 调用两次，给的是两个后端；同一个张量，第二个后端一次也没有写：两次调用共用了一份记录。",
@@ -1193,6 +1263,19 @@ def _views(*, key=id, same=lambda known, storage: known[0]() is storage, version
     return answer
 
 
+def views_in_the_latest(store):
+    _STORES[:] = [store]
+
+    class Latest:
+        def write(self, tensor):
+            return _STORES[0].write(tensor)
+
+        def read(self, slot):
+            return _STORES[0].read(slot)
+
+    return pack_views(Latest())
+
+
 def given_back_once(store):
     pack = pack_views(store)
 
@@ -1342,6 +1425,7 @@ VIEWS = Exercise(
         "several": given_back_once,
         "last_storage_only": _views(key=lambda storage: 0),
         "shared_notes": notes_for_all,
+        "latest_call": views_in_the_latest,
     },
     zh="一块存储，一次搬运，任意多的视图。",
     en="One storage, one move, any number of views.",

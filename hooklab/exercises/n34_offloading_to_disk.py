@@ -96,8 +96,9 @@ def _examine_files(answer, folder):
     if not written:
         refuse(
             "no_file",
-            zh="前向之后，`folder` 里看不到新文件。没有名字的文件不算，这里要数得到的。",
-            en="After forward no new file is to be seen in `folder`. Files without a name do not count here.",
+            zh="前向之后，`folder` 里看不到新文件。没有名字的文件不算，这里要数得到的。还是已经删掉了？文件应当跟着 `pack` 返回的东西走，不是跟着张量。",
+            en="After forward no new file is to be seen in `folder`. Files without a name do not count here. Or were they deleted "
+            "again? A file should go with what `pack` returns, not with the tensor.",
         )
     if written < 4:
         refuse(
@@ -135,6 +136,7 @@ def _examine_files(answer, folder):
         )
     _examine_no_backward(pair, folder)
     _examine_two_pairs(answer, folder)
+    _examine_two_folders(answer, folder)
     _examine_size(pair, folder)
     _examine_kinds(pair)
     _examine_others(folder)
@@ -184,6 +186,27 @@ def _examine_two_pairs(answer, folder):
                 en="With two pairs of hooks in one `folder` at a time, the files of one are overwritten or deleted by the other: the "
                 "same names, or too much cleaning up?",
             )
+
+
+def _examine_two_folders(answer, folder):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
+        pack, _ = answer(folder)
+        answer(elsewhere)
+        packed = pack(torch.ones(3))
+        wrong = os.listdir(elsewhere)
+        del packed
+        gc.collect()
+    if wrong:
+        _refuse_latest()
+
+
+def _refuse_latest():
+    refuse(
+        "latest_call",
+        zh="调用了两次，第一次返回的，用的却是第二次收到的东西。参数存在哪里？",
+        en="It was called twice; what the first call returned now works with what the second was given. Where are the "
+        "arguments kept?",
+    )
 
 
 def _examine_kinds(pair):
@@ -348,6 +371,14 @@ def _in_memory(folder):
     return lambda saved: saved.detach().clone(), lambda saved: saved
 
 
+_FOLDERS: list[str] = []
+
+
+def _in_the_latest_folder(folder):
+    _FOLDERS[:] = [folder]
+    return lambda saved: _to_files(_FOLDERS[0])[0](saved), _to_files(folder)[1]
+
+
 DISK_HOOKS = Exercise(
     "34.A",
     examine_disk_hooks,
@@ -358,6 +389,7 @@ DISK_HOOKS = Exercise(
         "left_without_backward": _cached_in_unpack,
         "same_name": lambda folder: _to_files(folder, name=lambda saved: f"{saved.data_ptr()}.pt"),
         "names_collide": _counted,
+        "latest_call": _in_the_latest_folder,
         "not_its_own": _by_size,
         "whole_memory": lambda folder: _to_files(folder, keep=lambda saved: saved),
         "touched_others": lambda folder: _to_files(
@@ -437,6 +469,7 @@ def examine_byte_store(answer):
             en="Two calls of `byte_store()` give two objects with one `held` between them: their contents are mixed up in it.",
         )
     _examine_keys(answer())
+    _examine_dtypes(answer())
     _examine_freed(answer())
     _examine_left(answer())
     _examine_moved(answer())
@@ -519,10 +552,11 @@ def _expect_bits(got, want, dtype):
 
 
 def _examine_keys(store):
-    slots = {number: store.write(torch.full((3,), float(number))) for number in range(20)}
+    memory = torch.empty(3)  # one for all: neither its address nor id() tells one content from another
+    slots = {number: store.write(memory.fill_(number)) for number in range(20)}
     del slots[4]
     gc.collect()
-    slots |= {number: store.write(torch.full((3,), float(number))) for number in range(20, 30)}
+    slots |= {number: store.write(memory.fill_(number)) for number in range(20, 30)}
     for number, slot in slots.items():
         try:
             found = store.read(slot).tolist()
@@ -541,6 +575,20 @@ def _examine_keys(store):
                 zh="写 20 个，释放 1 个，再写 10 个：有的槽位读到了别人的内容。看看字典的键会不会重。",
                 en="20 written, 1 given back, 10 more written: some slots now read another's content. See whether two can get the "
                 "same key.",
+            )
+
+
+def _examine_dtypes(store):
+    samples = [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.arange(4)]
+    slots = [store.write(sample.clone()) for sample in samples]
+    for slot, sample in zip(slots, samples, strict=True):
+        got = _read(store, slot, "一遍", "once")
+        if not isinstance(got, Tensor) or got.dtype != sample.dtype or not torch.equal(got, sample):
+            refuse(
+                "one_slot",
+                zh=f"先后写入三种 dtype 的张量，写完再读，`{sample.dtype}` 的那个就不对了：每个槽位要带齐自己的全部信息，不能放在 `self` 上。",
+                en=f"Tensors of three dtypes were written, and read after that: the one of `{sample.dtype}` is wrong. Each slot needs "
+                "all of its own information; `self` is no place for it.",
             )
 
 
@@ -677,6 +725,15 @@ def _no_held():
     return store
 
 
+class _RemembersTheDtype(_byte_store()):
+    def write(self, tensor):
+        self.dtype = tensor.dtype
+        return super().write(tensor)
+
+    def read(self, slot):
+        return torch.frombuffer(bytearray(self.held[slot.key]), dtype=self.dtype)
+
+
 class _RemembersTheLatest(_byte_store()):
     def read(self, slot):
         self.latest = slot
@@ -729,6 +786,7 @@ BYTE_STORE = Exercise(
             key=lambda slot, held, tensor: hash(tensor.view(torch.uint8).numpy().tobytes())
         ),
         "freed_late": _RemembersTheLatest,
+        "one_slot": _RemembersTheDtype,
         "wrong_gradients": _ReadsIntoOneBuffer,
         "not_a_tensor": _byte_store(give=lambda held, slot: held[slot.key]),
         "edits_input": _byte_store(
@@ -784,6 +842,32 @@ def examine_large_only(answer):
         _examine_values(answer(*inner, 100), kind)
     _examine_late_edit(pair)
     _examine_large(answer)
+    _examine_given(answer)
+    first = _pair(answer(torch.detach, lambda packed: packed, 10))
+    answer(torch.zeros_like, lambda packed: packed, 10)
+    if not torch.equal(first[1](first[0](torch.ones(20))), torch.ones(20)):
+        _refuse_latest()
+
+
+def _examine_given(answer):
+    """A `pack` may know parameters by their storage, or ask for `requires_grad`."""
+    given = []
+
+    def pack(saved):
+        given.append((saved.untyped_storage().data_ptr(), saved.requires_grad))
+        return saved.detach()
+
+    hidden = torch.ones(200, requires_grad=True) * 2
+    with saved_tensors_hooks(*answer(pack, lambda packed: packed, 100)):
+        hidden.sin()
+    if given != [(hidden.untyped_storage().data_ptr(), True)]:
+        refuse(
+            "other_tensor",
+            zh="交给你的 `pack` 收到的不是被保存的张量，而是它的副本或 `detach()` 的结果：按存储认参数的 `pack` 认不出副本，看 `requires_grad` 的会被 `detach()` 骗过。",
+            en="The `pack` that you were given gets a copy of the saved tensor, or what `detach()` makes of it, and not the tensor "
+            "itself: a `pack` that knows parameters by their storage does not know a copy, and one that asks for `requires_grad` "
+            "is misled by `detach()`.",
+        )
 
 
 def _examine_threshold(answer):
@@ -1071,6 +1155,20 @@ def _as_in_the_sources(pack, unpack, at_least):
     return pack_either, lambda packed: packed if isinstance(packed, Tensor) else unpack(packed)
 
 
+_LATEST: dict = {}
+
+
+def _with_the_latest(pack, unpack, at_least):
+    _LATEST.update(pack=pack, unpack=unpack)
+    return large_only(
+        lambda saved: _LATEST["pack"](saved), lambda packed: _LATEST["unpack"](packed), at_least
+    )
+
+
+def _large_copied(pack, unpack, at_least):
+    return large_only(lambda saved: pack(saved.clone()), unpack, at_least)
+
+
 LARGE_ONLY = Exercise(
     "34.C",
     examine_large_only,
@@ -1085,6 +1183,8 @@ LARGE_ONLY = Exercise(
         "checked_once": _checked_once,
         "large_kept": _checked_around,
         "large_checked": _checked_throughout,
+        "other_tensor": _large_copied,
+        "latest_call": _with_the_latest,
         "other_threshold": lambda pack, unpack, at_least: large_only(pack, unpack, 100),
         "threshold_off": _safe(lambda saved, at_least: saved.numel() > at_least),
         "nothing_moved": _safe(lambda saved, at_least: False),
@@ -1223,6 +1323,17 @@ def _examine_wrapper(answer, folder, seen):
     _examine_elsewhere(wrapped, model, query, memory, seen)
     _examine_closed(answer(_Failing(), folder), seen)
     _examine_copy(wrapped, query, memory, seen)
+    _examine_two_wrappers(answer, folder, seen)
+
+
+def _examine_two_wrappers(answer, folder, seen):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
+        first = answer(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), folder)
+        answer(nn.Linear(64, 64), elsewhere)
+        _, writes = seen.during(lambda: first(torch.ones(64, 64)).sum().backward())
+        gc.collect()
+    if any(where != folder for where, _, _ in writes):
+        _refuse_latest()
 
 
 def _examine_module(wrapped, model):
@@ -1379,6 +1490,17 @@ class _Wrapper(nn.Module):
 
     def context(self):
         return Offload(self.module, to=Disk(self.folder), min_bytes=4096)
+
+
+class _LatestFolder(_Wrapper):
+    latest = None
+
+    def __init__(self, module, folder):
+        super().__init__(module, folder)
+        _LatestFolder.latest = folder
+
+    def context(self):
+        return Offload(self.module, to=Disk(self.latest), min_bytes=4096)
 
 
 class _OpenedOnce(_Wrapper):
@@ -1551,6 +1673,7 @@ SAVE_TO_DISK = Exercise(
         "ran_twice": _RunsTwice,
         "kept_some": _KeepsSome,
         "wrong_folder": _AnyFolder,
+        "latest_call": _LatestFolder,
         "threshold_off": _OffByOne,
         "copy_runs_original": _Closure,
         "copy_differs": _CopiesWhatIsInside,

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._packing import outer_hooks
-from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse, said
 
 HOOKS = Prediction(
     "35.1",
@@ -146,6 +146,14 @@ def _examine_freed(block: _Block):
 
 
 def _examine_gradients(got, want, reason, zh, en):
+    if len(got) == len(want) and any(
+        left is None and right is not None for left, right in zip(got, want, strict=True)
+    ):
+        refuse(
+            "gradient_missing",
+            zh="反向之后，有的参数或者 `x` 根本没有梯度：`x` 是不是 `detach` 过？",
+            en="After backward a parameter, or `x`, has no gradient at all: was `x` put through `detach`?",
+        )
     if any(left is None for left in got) or not all(map(torch.allclose, got, want)):
         refuse(reason, zh=zh, en=en)
 
@@ -276,12 +284,27 @@ def examine_faithful(answer):
         del got, want
         _examine_freed(block)
     _examine_segments(answer, dropout=True)
-    _examine_by_hand(answer)
+    _examine_drawn_first(answer)
+    _examine_by_hand(answer, dropout=True)
 
 
-def _examine_by_hand(answer):
+def _examine_drawn_first(answer):
+    """The block draws before it saves anything."""
+    ones, drop = torch.ones(100, requires_grad=True), nn.Dropout(0.5)
+    y = answer(drop, ones)
+    y.sum().backward()
+    if ones.grad is None or not torch.equal(y, ones.grad):
+        refuse(
+            "state_too_late",
+            zh="`block` 只有一个 `nn.Dropout`，先抽签、后存张量，梯度就不对了。状态是在前向开始之前存的吗？",
+            en="With a `block` that is one `nn.Dropout`, and so draws before it saves anything, the gradients are wrong. Was the state "
+            "stored before the forward began?",
+        )
+
+
+def _examine_by_hand(answer, *, dropout):
     """In torch's checkpoint the innermost hooks, while the block runs, are torch's own; by hand they are the learner's."""
-    packs, (block, x) = [], _new(dropout=True)
+    packs, (block, x) = [], _new(dropout=dropout)
     with block.register_forward_pre_hook(lambda *args: packs.append(outer_hooks())):
         answer(block, x)
     seen = any(pair and pair[0].__module__ == "torch.utils.checkpoint" for pair in packs)
@@ -292,6 +315,25 @@ def _examine_by_hand(answer):
             en="All right, but while `block` runs the hooks that are open are those of torch's own `checkpoint`. Here it is to be written "
             "out of pack and unpack; begin with `handmade`.",
         )
+
+
+def stores_too_late(block, x):
+    again, number, state = [], itertools.count(), []
+
+    def pack(tensor):
+        if not state:
+            state.append(torch.get_rng_state())
+        return next(number)
+
+    def unpack(index):
+        if not again:
+            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
+            with _random_as(state[0]), torch.enable_grad(), collect:
+                block(x)
+        return again[index]
+
+    with saved_tensors_hooks(pack, unpack):
+        return block(x)
 
 
 def forgets(block, x):
@@ -400,6 +442,8 @@ FAITHFUL = Exercise(
     faithful,
     {
         "wrong_mask": forgets,
+        "state_too_late": stores_too_late,
+        "gradient_missing": lambda block, x: faithful(block, x.detach()),
         "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
         "disturbs": lambda block, x: _by_hand(block, x, _random_as(torch.get_rng_state(), fork=False)),
         "disturbs_forward": draws_in_forward,
@@ -478,7 +522,17 @@ def examine_cheapest(answer):
             peaks[1],
             peaks[0],
         ):
-            _examine_plan(network, budget, answer(network, dict(network.layers), budget))
+            try:
+                plan = answer(network, dict(network.layers), budget)
+            except ValueError as error:
+                best = cheapest(network, network.layers, budget)
+                refuse(
+                    "gave_up",
+                    zh=f"层是 `{network.layers}`、预算 {budget} 字节时，`{best}` 放得下，却抛出了 `{said(error)}`：从 1 到块数，每种大小都试了吗？",
+                    en=f"For the layers `{network.layers}` and a budget of {budget} bytes `{best}` fits, yet raised was `{said(error)}`: is "
+                    "every size tried, from 1 to the number of blocks?",
+                )
+            _examine_plan(network, budget, plan)
         try:
             got = answer(network, dict(network.layers), peaks[0] - 1)
         except ValueError:
@@ -582,6 +636,9 @@ CHEAPEST = Exercise(
         "higher_peak": _chosen(lambda cost: cost[2]),
         "unfit": _chosen(lambda cost: cost[:0:-1], keep_zero=True),
         "no_error": returns_none,
+        "gave_up": _chosen(
+            lambda cost: cost[:0:-1], sizes=lambda n: [s for s in range(n + 1) if not s or not n % s]
+        ),
         "other_error": index_error,
         "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
     },
@@ -666,6 +723,27 @@ def examine_frugal(answer):
     _examine_freed(block)
     _examine_segments(answer, dropout=False)
     _examine_partial(answer, true)
+    _examine_next(answer)
+    _examine_by_hand(answer, dropout=False)
+
+
+def _examine_next(answer):
+    """A backward has taken a part of what was recomputed; then comes another block."""
+    block, x = _new()
+    torch.autograd.grad(answer(block, x).sum(), block.linears[1].weight)
+    block, x = _Block(layers=1), torch.randn(5, 4, requires_grad=True)
+    want = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    try:
+        got = torch.autograd.grad(answer(block, x).sum(), list(block.parameters()))
+    except (LookupError, RuntimeError):
+        got = []
+    if not got or not all(map(torch.equal, got, want)):
+        refuse(
+            "left_from_before",
+            zh="第一个 `block` 只求了中间一层的梯度；接着换一个 `block`，梯度就错了：上一次没取走的还在。它存在哪里？",
+            en="Of a first `block` only the gradient of a layer in the middle was asked for; with another `block` after that the gradients "
+            "are wrong: what was left of the first is still there. Where is it stored?",
+        )
 
 
 def _examine_partial(answer, true):
@@ -741,6 +819,24 @@ def the_last_block(block, x):
         return block(x)
 
 
+_AGAIN: dict = {}
+
+
+def frugal_in_a_global(block, x):
+    number = itertools.count()
+
+    def unpack(index):
+        if index not in _AGAIN:
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: _AGAIN.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                block(x)
+        return _AGAIN.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
 def runs_before(block, x):
     with torch.no_grad():
         block(x)
@@ -758,6 +854,9 @@ FRUGAL = Exercise(
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "recomputed_often": recomputes_each_time,
         "partial_backward": frugal_if_empty,
+        "left_from_before": frugal_in_a_global,
+        "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
+        "gradient_missing": lambda block, x: frugal(block, x.detach()),
         "forwards": runs_before,
         "nothing_saved": faithful_keeps,
         "no_graph": faithful_no_graph,
