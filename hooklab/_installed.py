@@ -4,7 +4,15 @@ from typing import Any, Self
 
 from hooklab._checkpoints import graph_task
 
-__all__ = ["Installed"]
+__all__ = ["Installed", "kwargs_and_output"]
+
+
+def kwargs_and_output(given: tuple) -> tuple[dict, Any]:
+    """What a hook with `with_kwargs=True` gets behind the positional arguments.
+
+    `torch.ao.quantization` hands hooks on to the layers it puts in place of others, without that option.
+    """
+    return given if len(given) == 2 else ({}, *given)
 
 
 class Installed:

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled, nn
 from hooklab import _refuse
 from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
-from hooklab._installed import Installed
+from hooklab._installed import Installed, kwargs_and_output
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short, unbatched
 from hooklab._table import table
@@ -104,9 +104,10 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
         # the first without grad.
         @eager
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple, *given: Any) -> None:
             if not is_grad_enabled():
                 return
+            kwargs, output = kwargs_and_output(given)
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.requires_grad and not _hung_already(arrived, tensor, (args, kwargs)):
                     handle = tensor.register_hook(arrived)

@@ -33,7 +33,7 @@ class Segmented(nn.Sequential):
     """
 
     _hooklab_kind: type = nn.Sequential  # what it was, and will be again
-    _hooklab_blocks: int  # in a segment
+    _hooklab_blocks: int  # in a segment; 0 once it runs plainly again
     _hooklab_called: list[bool]  # empty until it is
 
     def __getitem__(self, index: Any) -> Any:
@@ -47,7 +47,7 @@ class Segmented(nn.Sequential):
         return object.__new__, (self._hooklab_kind,), vars(self)
 
     def forward(self, input: Any) -> Any:
-        plain = not torch.is_grad_enabled()
+        plain = not torch.is_grad_enabled() or not self._hooklab_blocks
         if not self._hooklab_called:
             self._hooklab_called.append(True)
             # The first forward of a lazy layer draws random numbers that no later one draws.
@@ -250,7 +250,10 @@ class Segments:
         """Let the Sequentials run as before. Twice is harmless."""
         while self._switched:
             _, module = self._switched.popitem()
-            module.__class__ = module._hooklab_kind
+            if Segmented in type(module).__bases__:
+                module.__class__ = module._hooklab_kind
+            else:  # it has another class above ours since then, as from `fully_shard`: that one stays
+                type(module)._hooklab_blocks = 0
 
     def __enter__(self) -> "Segments":
         if not self._switched:
@@ -304,7 +307,13 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
     module = modules[name]
     if isinstance(module, Segmented):
-        raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
+        again = (
+            "remove that first"
+            if module._hooklab_blocks
+            else "and was sharded then; make a new model, and shard it first"
+        )
+        state = "runs" if module._hooklab_blocks else "once ran"
+        raise ValueError(f"checkpoint_segments: {name!r} {state} in segments already; {again}")
     ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if not ordinary or "forward" in vars(module):
         raise TypeError(

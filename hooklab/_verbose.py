@@ -10,7 +10,7 @@ from torch import nn
 from hooklab._checkpoints import recomputing
 from hooklab._compiler import eager
 from hooklab._features import Enough
-from hooklab._installed import Installed
+from hooklab._installed import Installed, kwargs_and_output
 from hooklab._select import groups, uncompiled
 from hooklab._walk import CALL, forget_interrupted, leave, shapes
 
@@ -75,7 +75,8 @@ class Verbose(Installed):
 
     def _end(self, label: str | None) -> Callable:
         @eager
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple, *given: Any) -> None:
+            kwargs, output = kwargs_and_output(given)
             stack = self._local.stack
             if recomputing(self._task) or not leave(stack, module):
                 return

@@ -158,7 +158,11 @@ def features(
 @eager
 def _arrived(kept: Tensor, grad: Tensor | None) -> None:
     if grad is not None and not is_legacy_batchedtensor(grad):
-        kept.grad = grad.detach() if grad.requires_grad else grad
+        try:
+            kept.grad = grad.detach() if grad.requires_grad else grad
+        except RuntimeError:  # a nested tensor of the strided layout has no place for one
+            if not kept.is_nested:
+                raise
 
 
 def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
@@ -167,9 +171,10 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. The copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten` or
     `nn.InstanceNorm2d`, say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant
-    checkpoint and for gradients that come in batches (`is_grads_batched=True`). Of a layer that returns its input
-    as it is (`nn.Identity`) the gradient is that of the tensor, from all its uses. An output that is a leaf (an
-    `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is hooked here.
+    checkpoint, for gradients that come in batches (`is_grads_batched=True`) and for strided nested tensors. Of a
+    layer that returns its input as it is (`nn.Identity`) the gradient is that of the tensor, from all its uses. An
+    output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is
+    hooked here.
 
     Args:
         tensor: any shape, dtype and device.

@@ -1016,3 +1016,17 @@ def test_a_block_in_a_hook_of_a_backward_sees_its_forwards(model):
     z.sum().backward()
     names = [name for name, _ in model.named_children()]
     assert seen == [(names, [1] * len(names), len(names))]
+
+
+def test_the_gradient_of_a_strided_nested_tensor_is_left_to_autograd(model):
+    def step(keep):
+        x = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)])
+        model.zero_grad()
+        with features(model, "1", keep=keep) as f:
+            torch.nested.to_padded_tensor(model(x), 0.0).sum().backward()
+        return f["1"], [parameter.grad for parameter in model.parameters()]
+
+    (_, expected), (kept, found) = step(torch.detach), step(with_grad)
+    assert kept.is_nested
+    assert kept.grad is None
+    assert all(map(torch.equal, found, expected))

@@ -129,3 +129,23 @@ def test_segments_of_a_sharded_model_train_as_without(shard):
         return found
 
     assert losses(segmented=True) == losses(segmented=False)
+
+
+def test_a_sequential_that_is_sharded_after_its_segments_were_made_stays_so_without_them():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+    with checkpoint_segments(model, {"0": 1}):
+        for unit in (model[0], model):
+            fully_shard(unit, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        kind = type(model[0])
+        model(torch.ones(3, 4)).sum().backward()
+    assert type(model[0]) is kind
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(1) or tensor, lambda tensor: tensor
+    ):
+        model[0](torch.ones(3, 4, requires_grad=True))
+    assert len(saved) == 3  # input, weight, what ReLU returns; and not the inputs of two segments
+    with pytest.raises(ValueError, match="was sharded then; make a new model, and shard it first"):
+        checkpoint_segments(model, {"0": 1})
+    with pytest.raises(ValueError, match="clip_gradients"):
+        clip_gradients(model[0], -1, 1)

@@ -338,3 +338,21 @@ def test_a_pre_hook_that_raises_has_a_line(model):
     ):
         model(torch.ones(3, 4))
     assert lines == [f"{type(model).__name__}  {type(model).__name__}  failed on [3, 4]: ValueError: no"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "look", [verbose, partial(layer_statistics, of="grad_output"), layer_statistics, features]
+)
+def test_layers_that_quantization_puts_in_place_of_others_run(look):
+    """They get the hooks of the layers that they replace, without their options."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2))
+    model.qconfig, x = torch.ao.quantization.get_default_qat_qconfig("x86"), torch.ones(2, 1, 5, 5)
+    arguments = {"write": lambda line: None} if look is verbose else {}
+    with look(model, "**", **arguments):
+        model(x)
+        torch.ao.quantization.fuse_modules_qat(model, [["0", "1", "2"]], inplace=True)
+        torch.ao.quantization.prepare_qat(model, inplace=True)
+        model(x).sum().backward()
+    model(x).sum().backward()
+    assert type(model[0]).__module__.startswith("torch.ao")
