@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import graph
 
 from hooklab._compiler import eager
+from hooklab._walk import gradient_node
 
 __all__ = ["register_multi_grad_hook"]
 
@@ -19,7 +20,7 @@ def register_multi_grad_hook(tensors: Sequence[Tensor], hook: Callable[[Tensor |
 
     PyTorch's own raises under `autograd.grad` where one of the tensors is a leaf; this one does not fire then.
     """
-    nodes = [graph.get_gradient_edge(tensor).node for tensor in tensors]
+    nodes = [gradient_node(tensor) for tensor in tensors]
     waiting: dict[int, int] = {}  # for how many gradients, by the number of the backward
     first: dict[int, Tensor] = {}  # the gradient of the first tensor
     lock = threading.Lock()  # each device has a thread of its own

@@ -75,7 +75,9 @@ def activations(stats: dict[str, Statistics]) -> str:
     columns = min(COLUMNS, len(names))
     lines = math.ceil(len(names) / columns)
     with _figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
-        grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+        grid = figure.subplots(
+            lines, columns, squeeze=False, sharey=len({figures.range for figures in stats.values()}) == 1
+        )
         for axes, name in zip(grid.flat, names, strict=False):
             figures = stats[name]
             low, high = figures.range
@@ -85,7 +87,7 @@ def activations(stats: dict[str, Statistics]) -> str:
                 extent=(0.5, figures.calls + 0.5, low, high),
             )  # fmt: skip
             axes.set_title(name, fontsize=8, family="monospace")
-            axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
+            axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
         for axes in list(grid.flat)[len(names) :]:
             axes.set_visible(False)
         figure.supxlabel("call", fontsize=8)
@@ -121,10 +123,12 @@ def feature_maps(maps: Tensor) -> str:
             (finite - low) / (high - low) if high > low else finite * 0
         )
     tall = canvas.shape[0] / canvas.shape[1]
-    wide = min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall)
-    with _figure(wide, max(0.5, wide * tall)) as (figure, out):
+    wide = max(0.5, min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall))
+    # Square pixels, unless the picture would be a line.
+    aspect = "equal" if 1 / 40 < tall < 40 else "auto"
+    with _figure(wide, min(6.0, max(0.5, wide * tall))) as (figure, out):
         axes = figure.subplots()
-        axes.imshow(canvas.tolist(), cmap="viridis", interpolation="nearest", vmin=0, vmax=1)
+        axes.imshow(canvas.tolist(), cmap="viridis", interpolation="nearest", vmin=0, vmax=1, aspect=aspect)
         axes.set_axis_off()
     return out[0]
 

@@ -2,6 +2,7 @@
 
 import io
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hooklab._drawing import drawing
@@ -47,6 +48,7 @@ def svg(events: list[Event]) -> str:
     """The timeline as SVG, the same bytes for the same events."""
     from matplotlib.figure import Figure
 
+    events = _placed(events)
     depth = _depth_that_fits(events)
     rows = {label: row for row, label in enumerate(dict.fromkeys(_row(event, depth) for event in events))}
     with drawing():
@@ -69,6 +71,17 @@ def svg(events: list[Event]) -> str:
         figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :].strip()
+
+
+def _placed(events: list[Event]) -> list[Event]:
+    """A parameter's gradient in the row of its module, also where an earlier graph, still alive, has made its Node."""
+    modules = {event.inside[-1]: event.inside for event in reversed(events) if event.inside}
+    return [
+        replace(event, inside=modules.get(event.where.rpartition(".")[0], ()))
+        if event.kind == "post-accumulate-grad hook" and not event.inside
+        else event
+        for event in events
+    ]
 
 
 def _depth_that_fits(events: list[Event]) -> int:

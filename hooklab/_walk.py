@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Size, Tensor, nn
-from torch.autograd.graph import Node
+from torch import Size, Tensor, enable_grad, inference_mode, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "called_by_itself",
     "first_shape",
     "forget_interrupted",
+    "gradient_node",
     "leave",
     "map_tensors",
     "shapes",
@@ -23,6 +24,16 @@ __all__ = [
 ]
 
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
+
+
+def gradient_node(tensor: Tensor) -> Node:
+    """The Node that the gradient of `tensor` goes to; of a leaf its AccumulateGrad."""
+    with inference_mode(False):
+        try:
+            return get_gradient_edge(tensor).node
+        except RuntimeError:  # it asks for a view, which no sparse and no strided nested leaf has
+            with enable_grad():
+                return tensor.clone().grad_fn.next_functions[0][0]
 
 
 def behind(root: Node) -> Iterator[Node]:

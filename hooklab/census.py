@@ -199,6 +199,8 @@ def _unwrapped(function: Any) -> Any:
         for attribute in ("_torchdynamo_orig_callable", "__wrapped__", "__func__", "hook"):
             # Not what __getattr__ makes up: a Mock has every attribute.
             known = hasattr(type(function), attribute) or attribute in getattr(function, "__dict__", ())
+            if attribute == "hook":  # of PyTorch's own wrappers, and not a method of somebody's
+                known = known and type(function).__module__.startswith("torch.")
             inner = getattr(function, attribute, None) if known else None
             if callable(inner):
                 function = inner

@@ -25,6 +25,7 @@ __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "
 
 # Warnings, a module of torchviz and the recursion limit belong to all threads.
 _changing_the_process = threading.Lock()
+MAX_EVENTS = 20_000  # above, marks cannot be told apart and the picture takes megabytes
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
 
@@ -108,7 +109,8 @@ def timeline(trace: Trace) -> Picture:
     """What fired when, at a glance: time goes to the right, modules are nested rows.
 
     A bar shows that a module's forward or backward is running; the marks on it are hooks, hollow before and
-    filled after. The background is the phase. With many modules the deeper ones share a row.
+    filled after. The background is the phase. With many modules the deeper ones share a row;
+    above 20,000 events there are the facts, and the reason why nothing is drawn.
 
     Args:
         trace: what `hooklab.trace` returned, during or after its block.
@@ -135,7 +137,13 @@ def timeline(trace: Trace) -> Picture:
         raise ValueError(
             "timeline: nothing has fired yet; run a forward or a backward inside the block of the trace"
         )
-    return _drawn(_timeline.facts(events, trace.lines()), _timeline.svg, events)
+    facts = _timeline.facts(events, trace.lines())
+    if len(events) > MAX_EVENTS:
+        return Picture(
+            facts,
+            reason=f"not drawn: {len(events):,} events, more than the {MAX_EVENTS:,} that a picture can show; trace a part",
+        )
+    return _drawn(facts, _timeline.svg, events)
 
 
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
@@ -255,7 +263,9 @@ def feature_maps(tensor: Tensor) -> Picture:
     maps, channels = _plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
     flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
     finite = maps[maps.isfinite()]
-    spread = f"values from {finite.min():.4f} to {finite.max():.4f}" if finite.numel() else "no finite value"
+    spread = "no finite value"
+    if finite.numel():
+        spread = f"values from {short(finite.min().item())} to {short(finite.max().item())}"
     bad = f"; NaN or infinite: {maps.numel() - finite.numel()}" if finite.numel() < maps.numel() else ""
     facts = (
         f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; "
@@ -387,8 +397,8 @@ def _edges(t: Tensor, nodes: list[Node], names: dict[int, str], saved: bool) -> 
         kind = type(node).__name__
         used[kind] += 1
         label[node] = kind if used[kind] == 1 else f"{kind} #{used[kind]}"
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            yield f"{names.get(id(leaf), 'leaf')} {_shape(leaf)} -> {label[node]}"
+        if hasattr(type(node), "variable"):  # AccumulateGrad
+            yield f"{names.get(id(node.variable), 'leaf')} {_shape(node.variable)} -> {label[node]}"
         for source, _ in node.next_functions:
             if source is not None:
                 yield f"{label[source]} -> {label[node]}"

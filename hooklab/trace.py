@@ -19,7 +19,7 @@ from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compil
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
-from hooklab._walk import behind, first_shape, forget_interrupted, leave, tensors_in
+from hooklab._walk import behind, first_shape, forget_interrupted, gradient_node, leave, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
 
@@ -41,6 +41,7 @@ class Trace:
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
+        self._thread = threading.get_ident()
         # By id(); an id is used again once it is free.
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         # Weak, so that a tensor may be freed inside the block; with the .grad seen last, to infer retain_grad.
@@ -137,7 +138,7 @@ class Trace:
             )
         for name, param in model.named_parameters():
             self._names[id(param)] = weakref.ref(param), name
-            if param.requires_grad:
+            if param.requires_grad and not nn.parameter.is_lazy(param):
                 self._handles.append(param.register_post_accumulate_grad_hook(self._on_accumulated(name)))
 
     def _hang_on_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -148,7 +149,7 @@ class Trace:
             self._handles.append(tensor.register_hook(self._on_gradient("tensor hook", name)))
             if tensor.is_leaf and not known:
                 self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(name)))
-            nodes.update(dict.fromkeys(behind(graph.get_gradient_edge(tensor).node)))
+            nodes.update(dict.fromkeys(behind(gradient_node(tensor))))
         for node in nodes:
             self._hang_on_node(node)
         if NODE_CREATION_HOOK is None:
@@ -163,11 +164,11 @@ class Trace:
         hung = set()
         for _, reference, _ in self._watched:
             if (tensor := reference()) is not None:
-                hung.update(behind(graph.get_gradient_edge(tensor).node))
+                hung.update(behind(gradient_node(tensor)))
         for reference, _ in list(self._names.values()):
             leaf = reference()
-            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
-                node = graph.get_gradient_edge(leaf).node
+            if leaf is not None and leaf.is_leaf and leaf.requires_grad and not nn.parameter.is_lazy(leaf):
+                node = gradient_node(leaf)
                 if node not in hung:
                     self._hang_on_node(node)
 
@@ -181,7 +182,7 @@ class Trace:
             return
         node.metadata[self._mark] = True
         kind, inside = type(node).__name__, self._inside()
-        leaf = getattr(node, "variable", None)
+        leaf = node.variable if hasattr(type(node), "variable") else None
         where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
 
         @eager
@@ -200,10 +201,12 @@ class Trace:
         def hook(module: nn.Module, args: tuple) -> None:
             if root:
                 forget_interrupted(self._stack(), module)
-                if not self._stack():
-                    self._calls.clear()
-                    self._running.calls = Counter()
-            # Threads that a forward starts (replicas) go on with one count.
+            # Also a part of the model that is called by itself begins a forward; in other threads (those of replicas)
+            # and while a checkpoint computes again one goes on.
+            alone = threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
+            if not self._stack() and (root or alone):
+                self._calls.clear()
+                self._running.calls = Counter()
             calls = getattr(self._running, "calls", self._calls)
             calls[label] += 1
             where = label if calls[label] == 1 else f"{label} #{calls[label]}"
@@ -315,7 +318,7 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
 
     Args:
         model: every module in it (forward pre-hook, forward hook) and every parameter
-            (post-accumulate-grad hook) is traced; optimizers always are.
+            (post-accumulate-grad hook) is traced, but for those that a lazy layer makes later; optimizers always are.
         **tensors: tensors to trace under the names you give them, of any shape: tensor hook, retain_grad,
             post-accumulate-grad hook (leaf), the Node hooks of every Node that leads to them, and with two
             or more tensors a multi-grad hook on all.

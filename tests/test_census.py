@@ -292,3 +292,15 @@ def test_a_leak_can_be_sent_to_another_process():
         net.register_forward_hook(print)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.hooks) == (str(caught.value), caught.value.hooks)
+
+
+def test_a_method_called_hook_of_what_was_registered_is_not_taken_for_it(net):
+    class Recorder:
+        def __call__(self, module, args, output): ...
+
+        def hook(self): ...
+
+    net.register_forward_hook(Recorder())
+    (record,) = hooks_on(net)
+    assert record.function.endswith("Recorder")
+    assert record.line == Recorder.__call__.__code__.co_firstlineno

@@ -289,3 +289,20 @@ def test_a_backslash_in_a_name_stays_one(name):
     assert name in picture.facts
     if picture.svg is not None:
         assert name in picture.svg
+
+
+def test_what_a_function_keeps_as_its_variable_is_no_leaf():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = torch.ones(7)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(2, requires_grad=True)
+    facts = draw.graph(Doubled.apply(x).sum(), {"x": x}).facts
+    assert "leaf" not in facts
+    assert "x (2) -> AccumulateGrad" in facts

@@ -229,3 +229,38 @@ def test_feature_maps_are_drawn_whatever_the_default_device():
     with torch.device("meta"):
         picture = draw.feature_maps(maps)
     assert picture.facts == draw.feature_maps(maps).facts
+
+
+@pytest.mark.parametrize("shape", [(1, 1000), (4, 4096), (64, 1, 2000), (2000, 1), (300, 1)])
+def test_maps_that_are_lines_can_be_seen(shape):
+    """As `f["fc"]` of one image is."""
+    svg = draw.feature_maps(torch.randn(shape)).svg
+    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', svg)[1]) for side in ("width", "height"))
+    assert "<image" in svg
+    assert min(width, height) >= 36
+    assert max(width, height) <= 650
+
+
+def test_facts_of_small_and_large_values_tell_them_apart():
+    maps = torch.tensor([[[-2e-7, 1e-7]]])
+    assert "values from -2.0e-07 to 1.0e-07" in draw.feature_maps(maps).facts
+    assert "values from -2.0e+12 to 1.0e+12" in draw.feature_maps(maps.double() * 1e19).facts
+
+
+def test_a_single_call_has_a_single_tick(model):
+    with layer_statistics(model, "0", bins=5) as stats:
+        model(torch.ones(1, 4))
+    ticks = re.findall(r">([\d.]+)</text>", draw.activations(stats).svg)
+    assert "1" in ticks
+    assert not any(0 < float(tick) < 2 and "." in tick for tick in ticks)
+
+
+def test_layers_with_other_ranges_have_axes_of_their_own(model):
+    with (
+        layer_statistics(model, "0", bins=10, range=(-10, 10)) as wide,
+        layer_statistics(model, "1", bins=10, range=(0, 1)) as narrow,
+    ):
+        model(torch.randn(9, 4))
+    svg = draw.activations({**wide, **narrow}).svg
+    assert ">10</text>" in svg
+    assert ">1.0</text>" in svg

@@ -121,3 +121,26 @@ def test_a_name_is_written_as_it_is_without_a_warning(name, recwarn):
     picture = draw.timeline(events)
     assert html.escape(name, quote=False) in picture.svg
     assert not recwarn.list
+
+
+def test_a_loss_that_is_kept_from_the_step_before_changes_no_row():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(20)])
+
+    def rows(kept):
+        with trace(net) as traced:
+            net(torch.ones(1, 2)).sum().backward()
+        events = _timeline._placed(traced.events)
+        return {_timeline._row(event, _timeline._depth_that_fits(events)) for event in events}
+
+    assert (
+        rows(None)
+        == rows(net(torch.ones(1, 2)).sum())
+        == {"Sequential", _timeline.OUTSIDE, *map(str, range(20))}
+    )
+
+
+def test_more_events_than_can_be_told_apart_are_not_drawn(monkeypatch, traced):
+    monkeypatch.setattr(draw, "MAX_EVENTS", len(traced.events) - 1)
+    picture = draw.timeline(traced)
+    assert not picture.svg
+    assert f"{len(traced.events)} events, more than the {draw.MAX_EVENTS}" in picture.reason

@@ -635,3 +635,75 @@ def test_a_model_that_keeps_its_trace_can_be_copied_and_saved():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.seen.lines() == model.seen.lines()
         twin.seen.remove()
+
+
+@pytest.mark.parametrize(
+    "traced", [lambda: {"model": nn.Linear(2, 1)}, lambda: {"w": torch.ones(2, requires_grad=True)}]
+)
+def test_inference_mode_has_events_too(traced):
+    what = traced()
+    with torch.inference_mode(), trace(**what) as events:
+        if "model" in what:
+            what["model"](torch.ones(1, 2))
+    assert [event.kind for event in events.events] == (
+        ["forward pre-hook", "forward hook"] if "model" in what else []
+    )
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.clone])
+def test_a_leaf_without_a_view_is_traced_as_any_other(layout):
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(layout(torch.eye(2)))
+
+        def forward(self, x):
+            return torch.sparse.mm(self.weight, x) if self.weight.layout != torch.strided else self.weight @ x
+
+    model = Product()
+    earlier = model(torch.ones(2, 2)).sum()  # its graph holds the Node of the leaf
+    with trace(model, weight=model.weight) as events:
+        model(torch.ones(2, 2)).sum().backward()
+    kinds = Counter(event.kind for event in events.events if "weight" in event.where)
+    kinds.pop("pack", 0)
+    assert kinds == {"tensor hook": 1, "Node pre-hook": 1, "Node hook": 1, "post-accumulate-grad hook": 1}
+    del earlier
+
+
+def test_a_lazy_layer_is_traced_but_for_the_parameters_it_makes():
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    with trace(model) as events:
+        model(torch.ones(3, 4)).sum().backward()
+    accumulated = {event.where for event in events.events if event.kind == "post-accumulate-grad hook"}
+    assert accumulated == {"1.weight", "1.bias"}
+    assert [event.where for event in events.events if event.kind == "forward hook"] == [
+        "0",
+        "1",
+        "Sequential",
+    ]
+
+
+def test_a_part_that_is_called_by_itself_begins_a_forward():
+    model = nn.ModuleDict(
+        {"encoder": nn.Linear(2, 2), "decoder": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}
+    )
+    with trace(model) as events:
+        for _ in range(2):
+            model["decoder"](model["encoder"](torch.ones(1, 2)))
+    called = [event.where for event in events.events if event.kind == "forward hook"]
+    assert called == ["encoder", "decoder.0", "decoder.1", "decoder"] * 2
+
+
+def test_what_a_checkpoint_computes_again_is_a_second_call():
+    class Saving(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(self[0], x, use_reentrant=False)
+
+    model = Saving(nn.Linear(2, 2))
+    with trace(model) as events:
+        model(torch.ones(1, 2)).sum().backward()
+    assert [event.where for event in events.events if event.kind == "forward pre-hook"] == [
+        "Saving",
+        "0",
+        "0 #2",
+    ]
