@@ -29,6 +29,8 @@ def examine_cap(answer):
             )
     for grad in (torch.tensor([3.0, 4.0]), torch.tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)):
         _examine_large(hook, grad, grad * (2.0 / grad.norm()))
+    spread = torch.full((3,), -1.9)  # no entry is above the limit, the norm is
+    _examine_large(hook, spread, spread * (2.0 / spread.norm()))
     for small in (torch.tensor([0.3, -0.4]), torch.tensor([[2.0]])):
         _examine_small(hook, small, 2.0)
     _examine_small(other, torch.tensor([30.0, 40.0]), 100.0)
@@ -51,6 +53,13 @@ def _examine_large(hook, grad, want):
             zh=f"梯度的范数是 `{norm:.4g}`，上限是 `2.0`，钩子却返回了 `None`：梯度会原样通过。",
             en=f"The gradient has norm `{norm:.4g}`, the limit is `2.0`, and the hook returned `None`: the gradient passes "
             "as it is.",
+        )
+    if isinstance(got, Tensor) and got.shape == grad.shape and torch.equal(got, grad):
+        refuse(
+            "unchanged",
+            zh=f"梯度 `{_short(grad)}` 的范数是 `{norm:.4g}`，超过了上限 `2.0`，却原样通过。比较的是整个张量的范数，和这次调用的 `limit` 吗？",
+            en=f"The gradient `{_short(grad)}` has norm `{norm:.4g}`, above the limit `2.0`, and passed as it is. Is it the norm of the "
+            "whole tensor that is compared, and with the `limit` of this call?",
         )
     if isinstance(got, Tensor) and got.shape == grad.shape and torch.equal(got, grad.clamp(-2.0, 2.0)):
         refuse(
@@ -149,6 +158,9 @@ CAP = Exercise(
         "nan_at_zero": lambda limit: lambda grad: grad / grad.norm() * grad.norm().clamp(max=limit),
         "wrong_length": lambda limit: lambda grad: grad / grad.norm() if grad.norm() > limit else grad,
         "wrong_direction": cap_rows,
+        "unchanged": lambda limit: (
+            lambda grad: grad * (limit / grad.norm()) if (grad.abs() > limit).any() else grad
+        ),
         "wrong_shape": lambda limit: lambda grad: grad.norm().clamp(max=limit),
         "wrong_type": lambda limit: lambda grad: min(limit, grad.norm().item()),
     },
@@ -446,7 +458,7 @@ def freeze_rows(weight, rows):
 
 
 def examine_freeze_rows(answer):
-    factors = torch.arange(1.0, 13.0).reshape(4, 3)
+    factors = torch.arange(1.0, 16.0).reshape(5, 3)  # no row beside the frozen ones is their complement
     for dtype, rows in ((torch.float32, [0, 2]), (torch.float64, [3]), (torch.bfloat16, [1, 2])):
         for weight_first in (True, False):
             _examine_frozen(answer, factors.to(dtype), rows, weight_first)

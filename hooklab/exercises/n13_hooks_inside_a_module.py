@@ -42,6 +42,7 @@ def examine_no_negative(answer):
         )
     _examine_neighbour(answer)
     _examine_passed(-leaf.grad)
+    _examine_two_uses(answer)
     _examine_without_grad(answer)
     _examine_freed(answer)
 
@@ -83,6 +84,22 @@ def _examine_passed(passed):
             en=f"The gradient that came to `x` was `{came}`, and behind your hook it is `{went}`. Negative entries alone "
             "should change, to 0.",
         )
+
+
+def _examine_two_uses(answer):
+    """In one forward; in bfloat16, whose hooks must return it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [torch.ones(3, dtype=dtype, requires_grad=True) for _ in range(2)]
+        weight = WEIGHT.to(dtype)
+        used = [answer(leaf * 1) for leaf in leaves]
+        sum((out * weight).sum() for out in used).backward()
+        if not all(torch.equal(leaf.grad, weight.clamp(min=0)) for leaf in leaves):
+            refuse(
+                "latest_only",
+                zh="一次前向里用了 2 次，有一处的负数还在：后一次调用影响了前一次的钩子。",
+                en="Used 2 times in one forward, it still lets negative entries pass in one place: the later call has touched the hook of "
+                "the earlier one.",
+            )
 
 
 def _examine_neighbour(answer):
@@ -219,6 +236,17 @@ def never_freed(x):
     return x
 
 
+_HANDLES: list = []
+
+
+def latest_only(x):
+    while _HANDLES:
+        _HANDLES.pop().remove()
+    if x.requires_grad:
+        _HANDLES.append(x.register_hook(lambda grad: grad.clamp(min=0)))
+    return x
+
+
 NO_NEGATIVE = Exercise(
     "13.A",
     examine_no_negative,
@@ -236,6 +264,7 @@ NO_NEGATIVE = Exercise(
         "unchanged": unchanged,
         "masked_by_values": masked_by_values,
         "wrong_values": wrong_side,
+        "latest_only": latest_only,
         "never_freed": never_freed,
     },
     zh="训练时管住梯度，验证时不碍事，可以放心写进 `forward`。",

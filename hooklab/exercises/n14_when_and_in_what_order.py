@@ -96,6 +96,7 @@ def examine_on_first_gradient(answer):
             en="`function` was called once, but the hook is still there and runs for nothing in every later backward.",
         )
     _examine_apart(answer)
+    _examine_two_functions(answer)
     _examine_none(answer)
     z, seen[:] = x * 2, []
     answer(z, function)
@@ -142,6 +143,22 @@ def _examine_apart(answer):
         )
 
 
+def _examine_two_functions(answer):
+    """On one tensor; what is noted by its id would hold for the next tensor at this address, too."""
+    tensor, calls = torch.ones(2, requires_grad=True) * 2, []
+    answer(tensor, lambda grad: calls.append("first"))
+    answer(tensor, lambda grad: calls.append("second"))
+    for _ in range(2):
+        tensor.sum().backward(retain_graph=True)
+    if sorted(calls) != ["first", "second"]:
+        refuse(
+            "one_per_tensor",
+            zh="同一个张量上登记两个函数，每个都应当恰好调用 1 次。每次调用各记各的，别按张量的 `id` 记。",
+            en="Of two functions on one tensor each should be called exactly 1 time. Note it for each call of yours, and not by the `id` "
+            "of the tensor.",
+        )
+
+
 def _examine_none(answer):
     """The hook of one half of a chunk receives None where only the other half is used."""
     left, right = (torch.ones(4, requires_grad=True) * 2).chunk(2)
@@ -168,6 +185,23 @@ def counts_none(tensor, function):
         function(grad)
 
     handle = tensor.register_hook(hook)
+
+
+_DONE: set[int] = set()
+
+
+def once_per_id(tensor, function):
+    _DONE.discard(id(tensor))  # of an earlier tensor at this address
+
+    def once(grad):
+        if grad is None:
+            return
+        handle.remove()
+        if id(tensor) not in _DONE:
+            _DONE.add(id(tensor))
+            function(grad)
+
+    handle = tensor.register_hook(once)
 
 
 def stays(tensor, function):
@@ -258,6 +292,7 @@ ON_FIRST_GRADIENT = Exercise(
         "never_called": lambda tensor, function: tensor.register_hook(lambda grad: None),
         "not_hung": lambda tensor, function: tensor.register_hook(function).remove(),
         "shared": one_handle_for_all,
+        "one_per_tensor": once_per_id,
         "counted_none": counts_none,
     },
     zh="触发一次，取下自己，不动梯度。",
@@ -347,6 +382,13 @@ def examine_left_by(answer):
             zh=f"得到的是 `{got}`：`function` 没有在 `{extra[0]}` 留下钩子。`hooks_on` 按模块排列，新的不一定排在最后。",
             en=f"Found `{got}`: `function` left no hook at `{extra[0]}`. `hooks_on` lists by module, so a new hook need not come "
             "last.",
+        )
+    if not got:
+        refuse(
+            "found_none",
+            zh="`function` 留下了 3 个钩子，得到的却是空列表。前一次 `hooks_on` 是在调用 `function` 之前吗？留下的，是后来有而原来没有的。",
+            en="`function` left 3 hooks, and the list is empty. Was `hooks_on` asked once before `function` is called? What is left is there "
+            "afterwards and was not there before.",
         )
     if "1" not in got:
         refuse(
@@ -444,6 +486,12 @@ def records(function, model):
     return [hook for hook in hooks_on(model) if hook not in before]
 
 
+def looked_too_late(function, model):
+    function(model)
+    before = hooks_on(model)
+    return [hook.place for hook in hooks_on(model) if hook not in before]
+
+
 LEFT_BY = Exercise(
     "14.B",
     examine_left_by,
@@ -451,6 +499,7 @@ LEFT_BY = Exercise(
     {
         "counted_old": everything,
         "missed_twin": by_function,
+        "found_none": looked_too_late,
         "missed_parameter": modules_only,
         "too_many": tail,
         "wrong_count": lambda function, model: sorted(set(left_by(function, model))),

@@ -35,6 +35,12 @@ def examine_record_norms(answer):
     norms, handle = _pair(answer(tensors))
     _backward(tensors, GRADS)
     _examine_first(norms)
+    if any(tensor.grad is None for tensor in tensors):
+        refuse(
+            "cleared",
+            zh="反向之后，有的张量的 `.grad` 是 `None`：你的钩子清空了它。只看，别动 `.grad`。",
+            en="After backward the `.grad` of some tensor is `None`: your hook has cleared it. Only look, and leave `.grad` alone.",
+        )
     if [tensor.grad.tolist() for tensor in tensors] != GRADS:
         refuse(
             "changed",
@@ -45,10 +51,13 @@ def examine_record_norms(answer):
     _backward(tensors[:2], GRADS[:2])  # the third is not reached
     _backward(tensors, [[2 * number for number in grad] for grad in GRADS])
     _examine_three(norms)
-    _examine_middle(answer)
+    _examine_middle(answer, norms)
+    _backward(tensors, GRADS)
+    if len(norms) != 4:
+        _refuse_shared()
     handle.remove()
     _backward(tensors, GRADS)
-    if len(norms) != 3:
+    if len(norms) != 4:
         refuse(
             "not_removed",
             zh="调用 `handle.remove()` 之后又反向了一次，列表还在变长：有的钩子没有取下。",
@@ -163,7 +172,22 @@ def _examine_value(got):
     )
 
 
+def _refuse_shared():
+    refuse(
+        "shared_list",
+        zh="每次调用 `record_norms` 都应当返回一个新的空列表，此后也互不相干；第二次调用影响了第一次的列表，或者拿到的就是同一个。",
+        en="Every call of `record_norms` should return a new, empty list, which has nothing to do with those before; the second call has "
+        "touched the list of the first, or it is the same one.",
+    )
+
+
 def _examine_three(norms):
+    if len(norms) == 1:
+        refuse(
+            "first_only",
+            zh="反向了 3 次，只记下了第 1 次：钩子还挂着吗？",
+            en="Of 3 backwards only the 1st was recorded: is the hook still on?",
+        )
     if len(norms) != 3:
         refuse(
             "missed_step",
@@ -183,10 +207,12 @@ def _examine_three(norms):
         )
 
 
-def _examine_middle(answer):
+def _examine_middle(answer, earlier):
     # Rows, which `torch.cat` alone cannot join.
     middle = [torch.ones(1, len(grad), requires_grad=True) * 2 for grad in GRADS]
     norms, handle = _pair(answer(middle))
+    if norms or norms is earlier or len(earlier) != 3:
+        _refuse_shared()
     _backward(middle, GRADS)
     handle.remove()
     if len(norms) != 1 or not _close(float(norms[0]), _norm(GRADS)):
@@ -265,6 +291,35 @@ def two_hooks_one_handle(tensors):
     return norms, tensors[0].register_hook(lambda grad: None)
 
 
+def one_list_for_all(tensors, norms=[]):  # noqa: B006
+    def measure(grads):
+        norms.append(nn.utils.get_total_norm(there(grads)).item())
+
+    return norms, register_multi_grad_hook(tensors, measure)
+
+
+def recorded_once(tensors):
+    norms = []
+
+    def measure(grads):
+        handle.remove()
+        norms.append(nn.utils.get_total_norm(there(grads)).item())
+
+    handle = register_multi_grad_hook(tensors, measure)
+    return norms, handle
+
+
+def clears_grad(tensors):
+    norms = []
+
+    def measure(grads):
+        norms.append(nn.utils.get_total_norm(there(grads)).item())
+        for tensor in tensors:
+            tensor.grad = None
+
+    return norms, register_multi_grad_hook(tensors, measure)
+
+
 RECORD_NORMS = Exercise(
     "15.A",
     examine_record_norms,
@@ -282,6 +337,9 @@ RECORD_NORMS = Exercise(
         "wrong_norm": of_group(lambda grads, _: sum(grad.sum().item() for grad in there(grads))),
         "not_a_number": of_group(lambda grads, _: [grad.norm().item() for grad in there(grads)]),
         "changed": of_group(in_place),
+        "cleared": clears_grad,
+        "first_only": recorded_once,
+        "shared_list": one_list_for_all,
         "other_steps": never_cleared,
         "leaves_only": lambda tensors: record_norms([tensor for tensor in tensors if tensor.is_leaf]),
         "not_a_pair": lambda tensors: record_norms(tensors)[0],
