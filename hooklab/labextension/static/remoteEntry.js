@@ -52,25 +52,36 @@
 
   // For a moment: JupyterLab learns how high a cell is when it draws it.
   function keep({ scroller, cell, below }) {
-    let end = performance.now() + 300; // ms
-    scroller.addEventListener("wheel", () => (end = 0), { once: true, passive: true }); // the reader moves on
+    const end = performance.now() + 300; // ms
+    let frames = 20; // at least: a busy machine draws few in that time
+    scroller.addEventListener("wheel", () => (frames = -Infinity), { once: true, passive: true }); // the reader moves on
     function mend() {
+      if (frames === -Infinity) return;
       const { top } = scroller.getBoundingClientRect();
       scroller.scrollTop += cell.getBoundingClientRect().top - top - below;
-      if (performance.now() < end) requestAnimationFrame(mend);
+      frames -= 1;
+      if (performance.now() < end || frames > 0) requestAnimationFrame(mend);
     }
     if (cell) mend();
   }
 
-  // A notebook behind another one cannot be measured: what counts is where it was when its last scrolling had settled.
+  // A notebook behind another one cannot be measured: what counts is where it was when it last scrolled, or when one of
+  // its cells was drawn, which may be long after that and moves those below.
   const places = new WeakMap();
-  const settled = new WeakMap();
+  const observed = new WeakSet();
+  const drawn = new ResizeObserver((changes) =>
+    new Set(changes.map(({ target }) => target.closest(SCROLLER))).forEach(note),
+  );
+  function note(scroller) {
+    if (scroller?.checkVisibility()) places.set(scroller, placeIn(scroller));
+  }
   function notePlace({ target }) {
     if (!target.matches?.(SCROLLER)) return;
-    const note = () => target.checkVisibility() && places.set(target, placeIn(target));
-    note();
-    clearTimeout(settled.get(target));
-    settled.set(target, setTimeout(note, 200)); // ms: cells that have come into view are drawn by then
+    note(target);
+    for (const cell of target.querySelectorAll(".jp-Cell")) {
+      if (!observed.has(cell)) drawn.observe(cell);
+      observed.add(cell);
+    }
   }
   document.addEventListener("scroll", notePlace, { capture: true, passive: true });
 
