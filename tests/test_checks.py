@@ -63,6 +63,8 @@ def test_the_solution_passes(item):
 def test_a_wrong_answer_is_refused_for_its_own_reason(item, reason):
     message = refusal(item.id, reason)
     assert (message.kind, message.reason) == ("wrong", reason), message
+    again = check.exercise(item, item.wrong[reason])
+    assert again.reason == reason, "when the learner runs the check again: " + str(again)
 
 
 @pytest.mark.parametrize("item", EXERCISES, ids=by_id)
@@ -1017,6 +1019,24 @@ def test_a_store_that_frees_nothing_is_called_so_also_where_every_address_comes_
 
     message = check.exercise("34.B", n34._byte_store(key=lowest_free, drop=lambda held, slot: None))
     assert (message.kind, message.reason) == ("wrong", "never_freed"), message
+
+
+@pytest.mark.parametrize("key", [id, lambda storage: storage.data_ptr()], ids=["id", "data_ptr"])
+def test_notes_by_address_are_refused_also_where_freed_places_are_taken_at_once(key):
+    """Each call begins by taking the places that a storage, or its memory, has just left."""
+    litter = []
+
+    def answer(store):
+        pack = n33._views(key=key, same=lambda known, storage: True, weak=False)(store)
+
+        def littering(tensor):
+            litter.extend(torch.empty(1000).untyped_storage() for _ in range(3))
+            return pack(tensor)
+
+        return littering
+
+    message = check.exercise("33.D", answer)
+    assert (message.kind, message.reason) == ("wrong", "address_reused"), message
 
 
 MODULES = sorted((notebook_form.ROOT / "hooklab" / "exercises").glob("n*.py"))

@@ -45,6 +45,7 @@ __all__ = [
     "expect_like",
     "predict",
     "refuse",
+    "refuse_from_before",
     "said",
     "within",
 ]
@@ -175,6 +176,18 @@ def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
             "wrong_values",
             zh=f"形状没错，但{what_zh}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",
             en=f"The shape is right, the values of {what_en} are not. Print them for a small tensor you can do by hand.",
+        )
+
+
+def refuse_from_before(names: Iterable[Any], model: nn.Module, others: Iterable[str]) -> None:
+    """Refuse `names` with one that `model` has not, and that another model of this check has (`others`)."""
+    own = dict(model.named_modules())
+    if old := [name for name in names if name in others and name not in own]:
+        refuse(
+            "from_before",
+            zh=f"这个模型里没有 `{old[0]}`：那是另一次调用时的模型里的层。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
+            en=f"This model has no `{old[0]}`: that is a layer of the model of another call. Each call has to begin with an "
+            "empty dict; a default argument `={}` is made only once.",
         )
 
 

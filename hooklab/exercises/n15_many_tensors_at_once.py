@@ -33,6 +33,8 @@ def examine_record_norms(answer):
     warnings.simplefilter("ignore")  # reading the .grad of a tensor that is no leaf warns
     tensors = [torch.ones(len(grad), requires_grad=True) for grad in GRADS]
     norms, handle = _pair(answer(tensors))
+    if norms:
+        _refuse_shared()
     _backward(tensors, GRADS)
     _examine_first(norms)
     if any(tensor.grad is None for tensor in tensors):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from hooklab.census import hooks_on
-from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse, refuse_from_before
 from hooklab.modules import select
 
 # ---- 21.A: a pre-hook that normalises the first argument ----
@@ -816,8 +816,8 @@ class _Stumbling(nn.Module):
 
 def examine_shapes_of(answer):
     _examine_plain(answer)
-    _examine_alone(answer)
     _examine_nested(answer)
+    _examine_alone(answer)
     _examine_broken(answer, _Broken(), RuntimeError, "shapes cannot be multiplied")
     _examine_broken(answer, nn.Sequential(nn.Linear(3, 4), _Stumbling()), IndexError, "on purpose")
 
@@ -854,8 +854,12 @@ def _run(answer, model, x):
     return shapes
 
 
+def _plain():
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+
+
 def _examine_plain(answer):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    model = _plain()
     x, want = torch.ones(5, 3), {"0": (5, 4), "1.0": (5, 4), "1.1": (5, 2)}
     expected, passed, results = model(x), [], []
     for module in model.modules():
@@ -870,7 +874,7 @@ def _examine_plain(answer):
         raise
     _examine_passed([*passed, *results])
     _examine_results(results, expected)
-    _examine_names(shapes, want)
+    _examine_names(shapes, want, model)
     _examine_shapes(shapes, want)
 
 
@@ -907,7 +911,9 @@ def _examine_results(results, expected):
         )
 
 
-def _examine_names(shapes, want):
+def _examine_names(shapes, want, model):
+    others = {name for other in (_plain(), _Tagger(), _Attention()) for name, _ in other.named_modules()}
+    refuse_from_before(shapes, model, others)
     missing, extra = (
         [name for name in want if name not in shapes],
         [name for name in shapes if name not in want],
@@ -963,13 +969,6 @@ def _examine_alone(answer):
             en="Where the model is one `nn.Linear(3, 2)` with no layer inside, your code raises `KeyError`. That layer is the model "
             "itself: `**` of `select` does not match it, `named_modules()` lists it.",
         )
-    if old := [name for name in shapes if name in ("0", "1.0", "1.1")]:
-        refuse(
-            "from_before",
-            zh=f"现在的模型只有一层，字典里却有 `{old[0]}`：那是上一次调用时的模型。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
-            en=f"The model is one layer now, and the dictionary has `{old[0]}`: that was the model of the call before. Each call has to "
-            "begin with an empty one; a default argument `={}` is made only once.",
-        )
     if shapes != {"": (4, 2)}:
         refuse(
             "alone",
@@ -1016,7 +1015,7 @@ def _examine_nested(answer):
                 zh="`tags` 运行了两次，你记下的是第一次的形状；要的是最后一次。",
                 en="`tags` ran twice, and you have noted the shape of the first call; the last one is wanted.",
             )
-        _examine_names(shapes, expected)
+        _examine_names(shapes, expected, model)
         _examine_shapes(shapes, expected)
 
 

@@ -3,11 +3,12 @@
 import copy
 import traceback
 import warnings
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
 
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -636,15 +637,9 @@ def examine_gradient_norms(answer):
 
 
 def _examine_next_model(answer):
-    model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3)
+    model, x = nn.Sequential(OrderedDict(lens=nn.Linear(3, 2), gate=nn.ReLU())), torch.ones(1, 3)
     got = answer(model, lambda model: model(x).sum())
-    if old := [name for name in got if name != "1"]:
-        refuse(
-            "from_before",
-            zh=f"第二个模型的字典里还有 `{old[0]}`：那是上一个模型的层。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
-            en=f"The dict for a second model still has `{old[0]}`: a layer of the model before. Each call has to begin with an empty "
-            "one; a default argument `={}` is made only once.",
-        )
+    refuse_from_before(got, model, dict(_Pictures().named_modules()))
 
 
 def _examine_same_gradients(model, twin):
@@ -670,6 +665,7 @@ def _examine_norms(got, want, model, loss_fn):
             zh="字典是空的：没有钩子触发过。反向跑了吗？前向开始的时候，钩子还挂着吗？",
             en="The dict is empty: no hook has fired. Did backward run? Were the hooks there when forward began?",
         )
+    refuse_from_before(got, model, ("gate",))
     if strangers := [name for name in got if name not in want]:
         refuse(
             "other_layers",

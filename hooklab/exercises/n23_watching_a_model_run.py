@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hooklab.census import hooks_on
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import Exercise, Prediction, refuse, refuse_from_before
 from hooklab.modules import layer_statistics
 
 # ---- what the three exercises share ----
@@ -179,14 +179,8 @@ def examine_output_shapes(answer):
 
 
 def _examine_next_model(answer):
-    got = answer(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4))
-    if old := [name for name in got if name in ("stem", "frozen", "head")]:
-        refuse(
-            "from_before",
-            zh=f"第二个模型的字典里还有 `{old[0]}`：那是上一个模型的层。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
-            en=f"The dict for a second model still has `{old[0]}`: a layer of the model before. Each call has to begin with an empty "
-            "one; a default argument `={}` is made only once.",
-        )
+    model = nn.Sequential(OrderedDict(lens=nn.Linear(4, 3), gate=nn.ReLU()))
+    refuse_from_before(answer(model, torch.ones(2, 4)), model, dict(_Mixed().named_children()))
 
 
 def _examine_shapes_failing(answer, broken):
@@ -214,7 +208,7 @@ def _examine_shapes(answer, model):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     got = _result(answer, model, x, passed)
     _examine_grad_mode()
-    _examine_dict(got, {"head": (3, 2), "stem": (3, 6), "frozen": (3, 5)})
+    _examine_dict(got, {"head": (3, 2), "stem": (3, 6), "frozen": (3, 5)}, model)
     _examine_state(model, state)
     _examine_flags(model, flags)
     if _tracking(model) != tracking:
@@ -263,7 +257,7 @@ def _attributes(model):
     return [set(vars(module)) for module in model.modules()]
 
 
-def _examine_dict(got, want):
+def _examine_dict(got, want, model):
     if not isinstance(got, dict):
         refuse(
             "not_a_dict",
@@ -277,6 +271,7 @@ def _examine_dict(got, want):
             en=f"Three child modules, and the dict has `{next(iter(got))}` alone: a loop variable is read when the hook fires, "
             "and by then the loop is over.",
         )
+    refuse_from_before(got, model, ("lens", "gate"))
     if set(got) != set(want):
         extra, missing = sorted(map(str, set(got) - set(want))), sorted(set(want) - set(got))
         refuse(

@@ -1193,17 +1193,36 @@ def _examine_version(pack, store, matrix):
 
 
 def _examine_reuse(answer):
-    store = _Counting()
-    pack = answer(store)
-    packed = [pack(torch.full((1000,), float(number))) for number in range(100)]
-    wrong = [number for number, give_back in enumerate(packed) if give_back()[0] != number]
-    if wrong:
-        refuse(
-            "address_reused",
-            zh=f"连续打包 100 个用完就释放的张量，有 {len(wrong)} 个还回来的是别人的内容。地址会换主人。",
-            en=f"Of 100 tensors that were packed and freed one after another {len(wrong)} come back with the content of "
-            "another. An address changes hands.",
-        )
+    pack, pool, packed, earlier = answer(_Counting()), [], [], set()
+    for _ in range(
+        10
+    ):  # batch by batch, until one storage of a batch stands where one of those before has stood
+        batch = [_in_pool(pool, float(number)) for number in range(len(packed), len(packed) + 20)]
+        packed += map(pack, batch)
+        wrong = [number for number, give_back in enumerate(packed) if give_back()[0] != number]
+        if wrong:
+            refuse(
+                "address_reused",
+                zh=f"分批打包用完就释放的张量，{len(packed)} 个里有 {len(wrong)} 个还回来的是别人的内容。地址会换主人。",
+                en=f"Tensors were packed and freed batch by batch: of {len(packed)} {len(wrong)} come back with the content of "
+                "another. An address changes hands.",
+            )
+        here = {id(tensor.untyped_storage()) for tensor in batch}
+        if earlier & here:
+            return
+        earlier |= here
+        del batch
+        if any(held() is not None for _, held in pool):
+            gc.collect()
+
+
+def _in_pool(pool, value):
+    """1,000 times `value`, in the first memory of `pool` that nobody holds, so that its address is not new by chance."""
+    memory = next((memory for memory, held in pool if held() is None), bytearray(4000))
+    tensor = torch.frombuffer(memory, dtype=torch.float32).fill_(value).detach()
+    pool[:] = [entry for entry in pool if entry[0] is not memory]
+    pool.append((memory, weakref.ref(tensor.untyped_storage())))
+    return tensor
 
 
 def _examine_leaks(answer):
