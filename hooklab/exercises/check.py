@@ -46,6 +46,7 @@ __all__ = [
     "predict",
     "refuse",
     "refuse_from_before",
+    "refuse_latest_call",
     "said",
     "within",
 ]
@@ -189,6 +190,16 @@ def refuse_from_before(names: Iterable[Any], model: nn.Module, others: Iterable[
             en=f"This model has no `{old[0]}`: that is a layer of the model of another call. Each call has to begin with an "
             "empty dict; a default argument `={}` is made only once.",
         )
+
+
+def refuse_latest_call() -> Never:
+    """Refuse an answer whose first call uses what a second one was given."""
+    refuse(
+        "latest_call",
+        zh="调用了两次，给的东西不同；第一次挂上的钩子，用的却是第二次收到的东西。参数存在哪里？全局变量只有一份。",
+        en="It was called twice, each time with something else; the hooks of the first call now work with what the second was "
+        "given. Where are the arguments kept? There is only one of a global variable.",
+    )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_latest_call
 
 # ---- 12.A: a hook maker that caps the norm of the gradient ----
 
@@ -267,6 +267,17 @@ def examine_decay(answer):
             en="After `.remove()` of every handle that was returned the gradients still have something added: a hook is "
             "there whose handle was not handed out.",
         )
+    _examine_two_models(answer)
+
+
+def _examine_two_models(answer):
+    models, strengths, x = (_Sum(), _Sum()), (0.5, 2.0), torch.tensor([10.0, 20.0])
+    for model, strength in zip(models, strengths, strict=True):
+        answer(model, strength)
+    for model, strength in zip(models, strengths, strict=True):
+        want = {name: x + strength * param.detach() for name, param in model.named_parameters()}
+        if not all(torch.allclose(grad, want[name]) for name, grad in _gradients(model, x).items()):
+            refuse_latest_call()
 
 
 def _gradients(model, x):
@@ -336,6 +347,9 @@ def _examine_neighbours(answer):
             en="Two parameters that are added receive a gradient in the same memory, and the penalty of one has reached the "
             "other. Does the hook edit the `grad` it is given?",
         )
+
+
+_LATEST = {}  # where some keep what each call should keep for itself
 
 
 def _hang(model, make_hook):
@@ -415,6 +429,11 @@ def decay_once(model, strength):
     return _hang(model, make_hook)
 
 
+def decay_by_the_latest(model, strength):
+    _LATEST["strength"] = strength
+    return _hang(model, lambda param: lambda grad: grad + _LATEST["strength"] * param.detach())
+
+
 DECAY = Exercise(
     "12.B",
     examine_decay,
@@ -439,6 +458,7 @@ DECAY = Exercise(
         ),
         "edited_in_place": decay_in_place,
         "not_removable": decay_one_handle,
+        "latest_call": decay_by_the_latest,
     },
     zh="每个参数都按自己在反向时的值加了一份，冻结的不受影响，钩子也能全部取下。",
     en="Each parameter gets its share by its own value in that backward, frozen ones are left alone, and all hooks can be taken "
@@ -462,6 +482,13 @@ def examine_freeze_rows(answer):
     for dtype, rows in ((torch.float32, [0, 2]), (torch.float64, [3]), (torch.bfloat16, [1, 2])):
         for weight_first in (True, False):
             _examine_frozen(answer, factors.to(dtype), rows, weight_first)
+    weights, frozen = [nn.Parameter(torch.ones(4, 2)) for _ in range(2)], ([0, 3], [1])
+    for weight, rows in zip(weights, frozen, strict=True):
+        answer(weight, rows)
+    for weight, rows in zip(weights, frozen, strict=True):
+        weight.sum().backward()
+        if [row for row in range(4) if not weight.grad[row].any()] != rows:
+            refuse_latest_call()
 
 
 def _examine_frozen(answer, factors, rows, weight_first):
@@ -650,6 +677,17 @@ def freeze_a_copy(weight, rows):
     return weight.register_post_accumulate_grad_hook(hook)
 
 
+def freeze_the_latest(weight, rows):
+    _LATEST["rows"] = rows
+
+    def hook(grad):
+        grad = grad.clone()
+        grad[_LATEST["rows"]] = 0
+        return grad
+
+    return weight.register_hook(hook)
+
+
 FREEZE_ROWS = Exercise(
     "12.C",
     examine_freeze_rows,
@@ -670,6 +708,7 @@ FREEZE_ROWS = Exercise(
         "returned_nothing": freeze_without_return,
         "wrong_values": freeze_rescaled,
         "not_removable": freeze_twice,
+        "latest_call": freeze_the_latest,
     },
     zh="只有那几行不再更新，别人的梯度分毫未动，句柄一取下就解冻。",
     en="Only those rows stop moving, no other gradient is touched, and removing the handle thaws them.",

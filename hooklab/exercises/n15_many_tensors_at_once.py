@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import Exercise, Prediction, refuse, refuse_latest_call
 
 # ---- 15.A: the global norm of a group, once per backward ----
 
@@ -417,6 +417,25 @@ def examine_step_in_backward(answer):
         for handle in watching:
             handle.remove()
         _examine_removed(handles, model, batches[3])
+    _examine_two_models(lambda model, make_optimizer, count: answer(model, make_optimizer))
+
+
+def _examine_two_models(answer, count=1):
+    """The first goes on training after the second was given, with another learning rate."""
+    rates = {_Two(): 0.25, _Two(): 0.5}
+    for model, rate in rates.items():
+        answer(model, partial(torch.optim.SGD, lr=rate), count)
+        for _ in range(count):
+            model(both=True).backward()
+    for model, rate in rates.items():
+        before = model.always.item()
+        try:
+            for _ in range(count):
+                model(both=True).backward()
+        except Exception:  # a parameter that the second call's notes do not know
+            refuse_latest_call()
+        if not math.isclose(before - model.always.item(), rate * count):
+            refuse_latest_call()
 
 
 def _backward_of(model, x):
@@ -554,6 +573,9 @@ def _examine_removed(handles, model, x):
         )
 
 
+_OPTIMIZERS = {}  # where some keep what they should not share
+
+
 def on_each(model, make_hook, register="register_post_accumulate_grad_hook"):
     return [getattr(param, register)(make_hook(param)) for param in _trained(model)]
 
@@ -636,6 +658,17 @@ def at_the_last(model, make_optimizer):
     return on_each(model, lambda param: step)
 
 
+def step_of_the_latest(model, make_optimizer):
+    _OPTIMIZERS.clear()
+    _OPTIMIZERS.update({param: make_optimizer([param]) for param in _trained(model)})
+
+    def step(param):
+        _OPTIMIZERS[param].step()
+        _OPTIMIZERS[param].zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
 STEP_IN_BACKWARD = Exercise(
     "15.B",
     examine_step_in_backward,
@@ -653,6 +686,7 @@ STEP_IN_BACKWARD = Exercise(
         "no_handles": lambda model, make_optimizer: print(len(step_in_backward(model, make_optimizer))),
         "not_removed": lambda model, make_optimizer: step_in_backward(model, make_optimizer)[:1],
         "first_step": lambda model, make_optimizer: step_in_backward(model, partial(torch.optim.SGD, lr=1.0)),
+        "latest_call": step_of_the_latest,
     },
     zh="权重与普通训练一致，任何时刻都只有刚存好的那个梯度活着。",
     en="The weights are those of ordinary training, and at any time only the gradient just stored is alive.",
@@ -700,6 +734,7 @@ def examine_step_every(answer):
             _examine_every(model, twin, before, number, count)
         _examine_removed(handles, model, batches[-1])
     _examine_own_count(answer)
+    _examine_two_models(answer, count=2)
 
 
 class _Two(nn.Module):
@@ -824,6 +859,20 @@ def weights_only(model, make_optimizer, count):
     return handles
 
 
+def every_by_the_latest(model, make_optimizer, count):
+    calls = dict.fromkeys(_trained(model), 0)
+    _OPTIMIZERS.clear()
+    _OPTIMIZERS.update({param: make_optimizer([param]) for param in calls})
+
+    def step(param):
+        calls[param] += 1
+        if calls[param] % count == 0:
+            _OPTIMIZERS[param].step()
+            _OPTIMIZERS[param].zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
 STEP_EVERY = Exercise(
     "15.C",
     examine_step_every,
@@ -844,6 +893,7 @@ STEP_EVERY = Exercise(
             model.requires_grad_(True), make_optimizer, count
         ),
         "one_count": counting_all,
+        "latest_call": every_by_the_latest,
     },
     zh="结果与普通的梯度累积一致。内存呢？攒着的时候一点也没省。",
     en="The result is that of ordinary gradient accumulation. And the memory? While gradients add up, none is saved.",
