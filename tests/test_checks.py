@@ -8,6 +8,7 @@ import re
 import weakref
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import isfunction
 from pathlib import Path
 
 import notebook_form
@@ -1019,6 +1020,18 @@ def test_a_store_that_frees_nothing_is_called_so_also_where_every_address_comes_
 
     message = check.exercise("34.B", n34._byte_store(key=lowest_free, drop=lambda held, slot: None))
     assert (message.kind, message.reason) == ("wrong", "never_freed"), message
+
+
+@pytest.mark.parametrize("item", [item for item in EXERCISES if isfunction(item.solution)], ids=by_id)
+def test_an_answer_that_leaves_gradients_off_is_told_so_whatever_follows_from_it(item):
+    def answer(*args, **kwargs):
+        try:
+            return item.solution(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(False)
+
+    assert check.exercise(item, answer).reason == "grad_left_off"
+    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("key", [id, lambda storage: storage.data_ptr()], ids=["id", "data_ptr"])

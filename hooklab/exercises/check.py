@@ -43,6 +43,7 @@ __all__ = [
     "Refused",
     "exercise",
     "expect_like",
+    "grad_stays_on",
     "predict",
     "refuse",
     "refuse_from_before",
@@ -112,13 +113,34 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
                     en=f"The function itself is wanted; found `{type(answer).__name__}`. Was it called, with one pair of "
                     "parentheses too many?",
                 )
-            with _no_global_hooks():
+            with _no_global_hooks(), grad_stays_on():
                 task.examine(answer)
     except Refused as refused:
         return refused.message
     except Exception as error:
         return _raised(answer, error)
     return Message("right", f"对了。{task.zh}", f"Right. {task.en}")
+
+
+@contextmanager
+def grad_stays_on() -> Iterator[None]:
+    """Whatever is found where an answer has left gradients off is due to that. Each thread has its own mode."""
+    try:
+        yield
+    except Exception:
+        _refuse_grad_left_off()
+        raise
+    _refuse_grad_left_off()
+
+
+def _refuse_grad_left_off() -> None:
+    if not torch.is_grad_enabled():
+        refuse(
+            "grad_left_off",
+            zh="你的代码运行完以后，梯度还是关着的，后面的代码都求不了梯度。用 `with torch.no_grad()`，出来时它会变回去。",
+            en="After your code has run, gradients are still switched off, and what follows gets none. Use "
+            "`with torch.no_grad()`, which puts the mode back at its end.",
+        )
 
 
 def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:

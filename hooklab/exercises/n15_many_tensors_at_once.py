@@ -559,11 +559,12 @@ def _examine_freed(model, kept):
         )
 
 
-def _examine_removed(handles, model, x):
+def _examine_removed(handles, model, x, count=1):
     for handle in handles:
         handle.remove()
     before = copy.deepcopy(model)
-    _loss(model, x).backward()
+    for _ in range(count):
+        _loss(model, x).backward()
     if not all(_same(model, before)) or any(param.grad is None for param in _trained(model)):
         refuse(
             "not_removed",
@@ -732,7 +733,7 @@ def examine_step_every(answer):
                         en=f"After backward number {number} (`count` is {count}) only {sum(moved)} of {len(moved)} parameters were updated. Does every trained parameter have a hook?",
                     )
             _examine_every(model, twin, before, number, count)
-        _examine_removed(handles, model, batches[-1])
+        _examine_removed(handles, model, batches[-1], count)
     _examine_own_count(answer)
     _examine_two_models(answer, count=2)
 
@@ -873,6 +874,11 @@ def every_by_the_latest(model, make_optimizer, count):
     return on_each(model, lambda param: step)
 
 
+def every_twice(model, make_optimizer, count):
+    step_every(model, make_optimizer, count)
+    return step_every(model, make_optimizer, count)
+
+
 STEP_EVERY = Exercise(
     "15.C",
     examine_step_every,
@@ -893,6 +899,7 @@ STEP_EVERY = Exercise(
             model.requires_grad_(True), make_optimizer, count
         ),
         "one_count": counting_all,
+        "not_removed": every_twice,
         "latest_call": every_by_the_latest,
     },
     zh="结果与普通的梯度累积一致。内存呢？攒着的时候一点也没省。",

@@ -94,16 +94,6 @@ def _result(answer, model, x, passed):
         raise
 
 
-def _examine_grad_mode():
-    if not torch.is_grad_enabled():
-        refuse(
-            "grad_left_off",
-            zh="你的函数返回以后，梯度还是关着的：后面的代码都求不了梯度。用 `with torch.no_grad()`，出来时它会变回去。",
-            en="After your function has returned, gradients are still switched off: code that follows gets none. Use "
-            "`with torch.no_grad()`, which puts the mode back at its end.",
-        )
-
-
 def _examine_failure(answer, model):
     """The forward fails in the middle: the error must come through, and no hook stay."""
     before = _hung(model)
@@ -207,7 +197,6 @@ def _examine_shapes(answer, model):
     hung, flags, names, tracking = _hung(model), _flags(model), _attributes(model), _tracking(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     got = _result(answer, model, x, passed)
-    _examine_grad_mode()
     _examine_dict(got, {"head": (3, 2), "stem": (3, 6), "frozen": (3, 5)}, model)
     _examine_state(model, state)
     _examine_flags(model, flags)
@@ -631,7 +620,6 @@ def examine_never_called(answer):
     finally:
         fast_after = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(fast)
-    _examine_grad_mode()
     if fast and not fast_after:
         refuse(
             "fast_path_off",
@@ -1152,7 +1140,6 @@ def _examine_first(answer, model, want, reasons, otherwise):
             en="The model was in training mode and is not after your function has returned: look, and leave it as it was.",
         )
     _examine_no_new_attributes(model, names)
-    _examine_grad_mode()
 
 
 def _nan_in(value):

@@ -118,7 +118,7 @@ def examine_feature(answer):
     try:
         got = answer(model, "body.0", x)
     finally:
-        more, grad_mode = hooks.left(), torch.is_grad_enabled()
+        more = hooks.left()
     _examine_input(x, BRIGHT)
     _examine_run(passed)
     if any(cut):
@@ -137,7 +137,6 @@ def examine_feature(answer):
             en="The model was in training mode and is in evaluation mode after your function.",
         )
     hooks.examine(more)
-    _examine_grad_mode(grad_mode)
     _examine_frozen(model, [True] * len(list(model.parameters())))
     _examine_attributes(model, attributes)
     _examine_where_grad_is_off(lambda: answer(_Net(), "body.0", BRIGHT.clone()))
@@ -212,15 +211,6 @@ def _examine_leaf(got):
             "requires_grad",
             zh="数值对了，也没有连着计算图，可是这个张量自己的 `requires_grad` 是 `True`。留 `False` 就好。",
             en="The values are right and no graph is attached, but the tensor's own `requires_grad` is `True`. Leave it `False`.",
-        )
-
-
-def _examine_grad_mode(on):
-    if not on:
-        refuse(
-            "grad_left_off",
-            zh="函数返回以后，梯度仍然关着：此后的训练不会再有梯度。",
-            en="After the function has returned gradients are still switched off: later training would have none.",
         )
 
 
@@ -552,12 +542,11 @@ def examine_embed(answer):
     try:
         got = answer(model, "norm", batches)
     finally:
-        more, grad_mode = hooks.left(), torch.is_grad_enabled()
+        more = hooks.left()
     _examine_seen(seen, dropping)
     _examine_embedding(got, want, ruined)
     hooks.examine(more)
     _examine_modes(model, modes)
-    _examine_grad_mode(grad_mode)
     _examine_frozen(model, frozen)
     _examine_attributes(model, attributes)
     _examine_another(answer, model)
@@ -950,7 +939,7 @@ def _names_found(answer, model, x):
     try:
         got = answer(model, x)
     finally:
-        more, grad_mode = hooks.left(), torch.is_grad_enabled()
+        more = hooks.left()
     if got is None:
         refuse(
             "returned_nothing",
@@ -976,7 +965,6 @@ def _names_found(answer, model, x):
             zh="模型的训练或评估模式变了。只看，不要改模型。",
             en="The model is no longer in the mode it was in, training or evaluation. Look, and leave it as it was.",
         )
-    _examine_grad_mode(grad_mode)
     _examine_attributes(model, attributes)
     return set(got)
 

@@ -548,12 +548,6 @@ def _examine_per_sample(answer, model, inputs, targets, loss_fn, max_norm):
             zh="参数的数值变了：只填 `.grad`，更新是优化器的事。",
             en="The values of the parameters have changed: fill `.grad` only, updating is for the optimizer.",
         )
-    if not torch.is_grad_enabled():
-        refuse(
-            "grad_left_off",
-            zh="函数返回以后，梯度仍然关着：此后的训练不会再有梯度。",
-            en="After the function has returned gradients are still switched off: later training would have none.",
-        )
     if hooks_on(model):
         refuse(
             "left_hooks",

@@ -640,7 +640,7 @@ def _examine_named(answer, model, x, where_zh, where_en):
     counting = model.register_forward_pre_hook(lambda *args: calls.append(1))
     before, training = len(hooks_on(model)), model.training
     got = answer(model, x)
-    more, grad_mode = len(hooks_on(model)) - before, torch.is_grad_enabled()
+    more = len(hooks_on(model)) - before
     counting.remove()
     if got is None:
         refuse(
@@ -677,12 +677,6 @@ def _examine_named(answer, model, x, where_zh, where_en):
             "mode_changed",
             zh="模型原本在训练模式，你的函数返回以后却不在了。",
             en="The model was in training mode, and after your function it is not.",
-        )
-    if not grad_mode:
-        refuse(
-            "grad_left_off",
-            zh="函数返回以后，梯度仍然关着：此后的训练不会再有梯度。",
-            en="After the function has returned gradients are still switched off: later training would have none.",
         )
     if len(calls) > 1:
         refuse(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab.exercises.check import Exercise, Prediction, refuse, said, within
+from hooklab.exercises.check import Exercise, Prediction, grad_stays_on, refuse, said, within
 from hooklab.saved import Offload
 from hooklab.stores import Disk
 
@@ -1262,7 +1262,8 @@ def _in_thread(run):
 
     def guarded():
         try:
-            done.append(run())
+            with grad_stays_on():
+                done.append(run())
         except Exception as error:
             raised.append(error)
 
