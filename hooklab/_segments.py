@@ -1,5 +1,6 @@
 """How `checkpoint_segments` works: a Sequential that saves its input now and then, and computes the rest again."""
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -72,15 +73,16 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "torch.export; remove it before, or compile the blocks: for block in model.layer1: block.compile()"
         )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
+    leaves = list(map(_apart, leaves))
     if copies:  # are saved; the segment gets the input itself, as without us
         leaves = tree_map_only(Tensor, _copy, leaves)
-    # Blocks may write into a list or a dict: the first run has the caller's own, later ones a copy.
+    # Blocks may write into a list, a dict or an object: the first run has the caller's own, later ones a copy.
     given = [input]
 
     def run(*leaves: Any) -> Any:
         if copies and not given:
             leaves = tree_map_only(Tensor, torch.clone, leaves)  # what is saved may be wanted once more
-        output = given.pop() if given else tree_unflatten(leaves, spec)
+        output = given.pop() if given else tree_unflatten(map(_apart, leaves), spec)
         with state.again() if state.before else state.first():
             for block in segment:
                 output = block(output)
@@ -97,6 +99,16 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "place, and the input is what is saved; use inplace=False there, or another plan"
         )
     return output
+
+
+def _apart(value: Any) -> Any:
+    """A copy of an object of a class of its own, as `data.x = ...; return data` needs it."""
+    if isinstance(value, Tensor | nn.Module):
+        return value
+    try:
+        return copy.copy(value)
+    except Exception:  # a lock, a file, a generator: there is only one
+        return value
 
 
 def _version(value: Any) -> int | None:
@@ -163,7 +175,7 @@ class State:
             yield
         finally:  # a graph that ends in an error may be used, too
             parameters = (p for one in self.owners for p in one._parameters.values() if _is_there(p))
-            unchanged = [b for b, copy in values.items() if b.numel() > SMALL and _equal(copy, b)]
+            unchanged = [b for b, old in values.items() if b.numel() > SMALL and _equal(old, b)]
             # Of these there is no copy: with the version and the memory that the forward has used.
             self.used = {tensor: (_version(tensor), _memory(tensor)) for tensor in (*parameters, *unchanged)}
             values.update(zip(unchanged, unchanged, strict=True))
@@ -218,9 +230,9 @@ def _replaced(buffers: Named, by: dict[Tensor, Tensor]) -> Named:
     return {place: by.get(buffer, buffer) for place, buffer in buffers.items()}
 
 
-def _equal(copy: Tensor, buffer: Tensor) -> bool:
+def _equal(old: Tensor, buffer: Tensor) -> bool:
     """What cannot be compared counts as changed."""
-    return is_plain(copy) and not copy.is_meta and torch.equal(copy, buffer)
+    return is_plain(old) and not old.is_meta and torch.equal(old, buffer)
 
 
 def _copy(tensor: Tensor) -> Tensor:

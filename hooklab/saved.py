@@ -63,7 +63,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike; not those of a
     `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart. All else that a
     block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that
-    change an output (take them off after backward), attributes that are no buffers, globals.
+    change an output (take them off after backward), attributes that are no buffers, globals. Of a list, a dict or an object
+    that blocks write into each run has a copy of its own, of an object as `copy.copy` makes it.
 
     Args:
         model: any module.

@@ -840,6 +840,42 @@ def test_what_blocks_write_into_a_list_or_dict_of_the_caller_is_there(kind, size
     equal_gradients(Net, {"body": size})
 
 
+class Graph:
+    """Like the `Data` of a graph library: layers put their result in the place of what it held."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "around", [lambda graph: graph, lambda graph: (graph, threading.Lock())], ids=["alone", "beside a lock"]
+)
+def test_what_blocks_put_into_an_object_of_the_caller(size, around):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, given):
+            graph = given[0] if isinstance(given, tuple) else given
+            graph.x = self.linear(graph.x).tanh()
+            return given
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.body = nn.Linear(4, 4), nn.Sequential(Layer(), Layer(), Layer())
+
+        def forward(self, x):
+            graph = Graph(self.stem(x))
+            given = around(graph)
+            self.body(given)
+            return graph.x
+
+    equal_gradients(Net, {"body": size})
+
+
 def test_none_beside_a_tensor_at_the_border_of_an_in_place_block():
     class Pair(nn.Module):
         inplace = True
