@@ -38,10 +38,7 @@ class Verbose(Installed):
         self._root = uncompiled(model)
         self._local = _Thread()
         self._lines = 0  # written so far, in all threads
-        labels = {
-            module: " = ".join(name or type(module).__name__ for name in names)
-            for module, names in groups(layers)
-        }
+        labels = {module: _label(module, names) for module, names in groups(layers)}
         # Wide enough for most: one layer with a long name must not push all shapes off the page.
         self._names = min(MAX_NAME, max(map(len, labels.values())))
         self._types = min(MAX_TYPE, max(len(type(module).__name__) for module in labels))
@@ -122,6 +119,12 @@ class Verbose(Installed):
         self._write(
             f"{label}  {type(module).__name__}  failed on {given}: {said}"
         )  # long enough without columns
+
+
+def _label(module: nn.Module, names: list[str]) -> str:
+    """All names of a shared layer; of many, as where every block has the same one, the first two."""
+    shown = [name or type(module).__name__ for name in (names if len(names) <= 3 else names[:2])]
+    return " = ".join(shown if len(shown) == len(names) else [*shown, f"… ({len(names)} names)"])
 
 
 def _innermost(error: BaseException) -> tuple[nn.Module, tuple, dict] | None:

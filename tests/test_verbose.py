@@ -62,6 +62,19 @@ def test_patterns_choose_the_layers(model):
     assert lines == ["1.1  Linear      [2, 3]", "1    Sequential  [2, 3]", "2    Softmax     [2, 3]"]
 
 
+@pytest.mark.parametrize(
+    ("places", "label"),
+    [(2, "0 = 1"), (3, "0 = 1 = 2"), (4, "0 = 1 = … (4 names)"), (12, "0 = 1 = … (12 names)")],
+)
+def test_a_layer_with_many_names_shows_the_first_of_them(places, label):
+    shared = nn.Tanh()
+    lines = lines_of(nn.Sequential(*[shared] * places), torch.ones(2))
+    assert lines[0].split("  ")[0] == label
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        f"{label} #{call}" for call in range(2, places + 1)
+    ]
+
+
 def test_containers_that_are_never_called_are_passed_over():
     model = Returns(lambda x: model.parts[0](x))
     model.parts = nn.ModuleList([nn.ReLU()])
