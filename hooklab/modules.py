@@ -71,8 +71,9 @@ def verbose(
     Returns:
         An object with `.remove()`. A line holds the name, the type and the shapes of the output (of nested
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
-        two names is written `a = b`. A forward that raises ends with a line that names the innermost layer
-        that failed, the shapes it was given and the error; one that calls none of the layers has a line that says so.
+        two names is written `a = b`, with more than three `a = b = … (5 names)`. A forward that raises ends with a
+        line that names the innermost layer that failed, the shapes it was given and the error; one that calls none
+        of the layers has a line that says so.
         Recomputation under checkpointing is not written (except in threads that a layer starts inside a reentrant
         one); nor is an error in a forward hook that was put on the model itself later.
 
