@@ -15,7 +15,7 @@ from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._installed import Installed
 from hooklab._packing import outer_hooks
-from hooklab._select import groups, is_fsdp, uncompiled
+from hooklab._select import groups, is_gathered, uncompiled
 from hooklab._walk import called_by_itself, map_tensors, tensors_in
 
 __all__ = ["Enough", "Features"]
@@ -117,7 +117,7 @@ class Features(Installed, Mapping[str, Any]):
         try:
             # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
-            self._whole = "torch.distributed.fsdp" in sys.modules and any(map(is_fsdp, self._model.modules()))
+            self._whole = any(map(is_gathered, self._model.modules()))
             for module, _ in () if self._whole else self._groups:
                 self._handles.append(module.register_forward_hook(self._stop))
             self._model(*args, **kwargs)

@@ -326,10 +326,12 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         )
         state = "runs" if module._hooklab_blocks else "once ran"
         raise ValueError(f"checkpoint_segments: {name!r} {state} in segments already; {again}")
-    ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    kind, own = type(module), " with a forward of its own"
+    found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
+    ordinary = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
     if not ordinary or "forward" in vars(module):
         raise TypeError(
             f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
-            f"{type(module).__name__}"
+            f"{found}{own if isinstance(module, nn.Sequential) else ''}"
         )
     return module

@@ -1,6 +1,7 @@
 """Find the layers of a model by name, by pattern or by class."""
 
 import re
+import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from hooklab import _refuse
 from hooklab._compiler import warn_if_compiled
 
-__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_fsdp", "is_sharded", "uncompiled"]
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_gathered", "is_sharded", "uncompiled"]
 
 MAX_DEPTH = 900  # of a module inside a module
 
@@ -68,6 +69,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def is_fsdp(module: nn.Module) -> bool:
     """True where parameters are gathered before each forward, and let go after it: FSDP, of both kinds."""
     return callable(getattr(type(module), "unshard", None)) or "_fsdp_wrapped_module" in module._modules
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """True where parameters come for each call and go after it: FSDP, and what `accelerate` offloads."""
+    return "_hf_hook" in vars(module) or ("torch.distributed.fsdp" in sys.modules and is_fsdp(module))
 
 
 def is_sharded(module: nn.Module) -> bool:

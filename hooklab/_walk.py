@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Size, Tensor, enable_grad, inference_mode, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "CALL",
@@ -79,7 +81,7 @@ def forget_interrupted(running: list[tuple], root: nn.Module) -> None:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses; of a PackedSequence its data."""
+    """The tensors in nested tuples, lists, dicts, dataclasses and pytree nodes; of a PackedSequence its data."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PackedSequence):
@@ -89,6 +91,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
+            yield from tensors_in(item)
+    elif node := _node(value):
+        for item in node[0]:
             yield from tensors_in(item)
     elif _is_dataclass(value):
         for name in _set_fields(value):
@@ -112,13 +117,21 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         new[:] = [map_tensors(function, item) for item in value]
         return new
     if isinstance(value, dict):
-        new = copy.copy(value)  # of its own class, with its own order and default
+        new = copy.copy(value)  # of its own class, with its own default
         for key, item in value.items():
             new[key] = map_tensors(function, item)
+            if isinstance(new, OrderedDict):  # a class may copy itself in the order of its fields
+                OrderedDict.move_to_end(new, key)
         for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
             if name in value and value[name] is item:  # a dict whose keys are attributes, too
                 object.__setattr__(new, name, new[name])
         return new
+    if node := _node(value):
+        items = [map_tensors(function, item) for item in node[0]]
+        try:
+            return node[1](items)
+        except Exception:  # it may hold nothing but tensors of one shape
+            return items
     if _is_dataclass(value):
         new = copy.copy(value)
         for name in _set_fields(value):
@@ -148,6 +161,8 @@ def shapes(value: object) -> str:
         return f"[{', '.join(map(shapes, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shapes(item)}" for key, item in value.items()) + "}"
+    if node := _node(value):
+        return f"{type(value).__name__}({', '.join(map(shapes, node[0]))})"
     if _is_dataclass(value):
         names = _set_fields(value)
         return _named(value, names, (getattr(value, name) for name in names))
@@ -173,6 +188,18 @@ def _shape(tensor: Tensor, ragged: Any) -> tuple:
 def _named(value: object, names: Iterable[str], items: Iterable[object]) -> str:
     inside = ", ".join(f"{name}={shapes(item)}" for name, item in zip(names, items, strict=True))
     return f"{type(value).__name__}({inside})"
+
+
+def _node(value: object) -> tuple[list, Callable[[list], Any]] | None:
+    """What a class that is known to PyTorch's pytrees (`TensorDict`) holds, and how to put that together again."""
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    try:
+        items, context = node.flatten_fn(value)
+    except Exception:  # it may refuse some of its objects
+        return None
+    return list(items), lambda items: node.unflatten_fn(items, context)
 
 
 def _is_dataclass(value: object) -> bool:

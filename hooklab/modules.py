@@ -120,7 +120,8 @@ def features(
         keep: what to keep of each output tensor, any shape, dtype and device. By default the tensor without its
             graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
-            dicts and dataclasses it is applied to each tensor; objects of other classes are kept as they are.
+            dicts, dataclasses and what PyTorch's pytrees know (a `TensorDict`) it is applied to each tensor; objects
+            of other classes are kept as they are.
             Under checkpointing it runs in the recomputation too, where what it returns is dropped: if it draws random
             numbers, let the block begin before the forward and end after backward.
 
@@ -129,7 +130,8 @@ def features(
         of all of the last forward (a layer may be called several times). A new forward of the model begins anew;
         recomputation under checkpointing is not counted (except in threads that a layer starts inside a reentrant
         one). `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and
-        returns `f`; under FSDP that forward goes to its end. Under `nn.DataParallel` give the wrapper.
+        returns `f`; under FSDP, or offloaded by `accelerate`, that forward goes to its end. Under `nn.DataParallel`
+        give the wrapper.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
@@ -172,7 +174,8 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. The copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten` or
     `nn.InstanceNorm2d`, say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant
-    checkpoint, for gradients that come in batches (`is_grads_batched=True`) and for strided nested tensors. Of a
+    checkpoint, under `torch.vmap`, for gradients that come in batches (`is_grads_batched=True`) and for strided nested
+    tensors. Of a
     layer that returns its input as it is (`nn.Identity`) the gradient is that of the tensor, from all its uses. An
     output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is
     hooked here.
@@ -204,6 +207,8 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
                 tensor.retain_grad()
             return tensor
         kept, node = tensor.data.clone(), tensor.grad_fn
+    except RuntimeError:  # there is no `.data` under vmap
+        return tensor.detach().clone()
     except AttributeError:
         raise TypeError(
             f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -16,6 +17,36 @@ class Result:
     logits: Tensor
     hidden: list
     note: str = "words"
+
+
+class Fields(OrderedDict):
+    """As the outputs of some libraries: a copy of it is made in the order of its fields, not of its entries."""
+
+    def __reduce__(self):
+        return Fields, (sorted(self.items()),)
+
+
+class Known:
+    """A container that is known to PyTorch's pytrees; both attributes lead to what it holds."""
+
+    def __init__(self, *items):
+        self.items = list(items)
+
+    @property
+    def first(self):
+        return self.items[0]
+
+
+class Choosy(Known):
+    """As `Known`, but it refuses to be taken apart."""
+
+
+def _refuse_to_flatten(value):
+    raise RuntimeError("not this one")
+
+
+register_pytree_node(Known, lambda known: (known.items, "context"), lambda items, _: Known(*items))
+register_pytree_node(Choosy, _refuse_to_flatten, lambda items, _: Choosy(*items))
 
 
 class Returns(nn.Module):
@@ -42,6 +73,9 @@ NESTED = {
     "dataclass": (lambda x: Result(x * 2, [x.sum(0)]), "Result(logits=[2, 3], hidden=[[3]], note='words')"),
     "mixed": (lambda x: (x * 2, 7, "text", None, object()), "([2, 3], 7, 'text', None, object)"),
     "none": (lambda x: None, "None"),
+    "fields": (lambda x: Fields(b=x * 2, a=x.sum()), "{'b': [2, 3], 'a': []}"),
+    "pytree": (lambda x: Known(x * 2, [x.sum()]), "Known([2, 3], [[]])"),
+    "choosy": (lambda x: (x * 2, Choosy(None)), "([2, 3], Choosy)"),
 }
 
 

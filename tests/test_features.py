@@ -12,8 +12,9 @@ from functools import partial
 
 import pytest
 import torch
-from models import NESTED, Returns, Twice, mlp, same_state, state_of
+from models import NESTED, Known, Returns, Twice, mlp, same_state, state_of
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import (
@@ -121,8 +122,23 @@ def assert_same_structure(kept, expected, name):
     elif hasattr(expected, "__dataclass_fields__"):
         for field in expected.__dataclass_fields__:
             assert_same_structure(getattr(kept, field), getattr(expected, field), name)
+    elif type(expected) is Known:
+        assert_same_structure(kept.items, expected.items, name)
     else:
         assert kept is expected
+
+
+def test_a_container_that_cannot_hold_what_keep_returns_is_kept_as_a_list():
+    class Strict(Known):
+        def __init__(self, *items):
+            assert all(item.requires_grad for item in items)
+            super().__init__(*items)
+
+    register_pytree_node(Strict, lambda strict: (strict.items, None), lambda items, _: Strict(*items))
+    model = Returns(lambda x: Strict(x * 2))
+    with features(model, "") as f:
+        model(torch.ones(2, requires_grad=True))
+    assert [item.requires_grad for item in f[""]] == [False]
 
 
 def test_keep_may_return_anything(model, x):
@@ -550,6 +566,35 @@ def test_with_grad_is_the_gradient_of_the_output(model, x):
     assert torch.equal(f["1"].grad, expected)
     assert torch.equal(f["1"], hidden)
     assert not f["1"].requires_grad
+
+
+def test_with_grad_under_vmap_leaves_the_forward_alone(model, x):
+    stacked, buffers = torch.func.stack_module_state([copy.deepcopy(model) for _ in range(3)])
+
+    def ensemble():
+        run = lambda params, own: torch.func.functional_call(model, (params, own), (x,))  # noqa: E731
+        return torch.autograd.grad(torch.vmap(run)(stacked, buffers).square().sum(), stacked.values())
+
+    plain = ensemble()
+    with features(model, "1", keep=with_grad):
+        assert all(map(torch.equal, ensemble(), plain))
+
+
+def test_run_lets_weights_go_that_come_for_each_call(x):
+    """As `accelerate` does where it offloads: `_hf_hook` on the module, and a forward around its own."""
+    inner = nn.Linear(4, 4)
+    model, there = nn.Sequential(nn.Sequential(inner), nn.Tanh()), []
+
+    def forward(value, own=model[0].forward):
+        there.append("weights")
+        output = own(value)
+        there.clear()
+        return output
+
+    model[0].forward, model[0]._hf_hook = forward, object()
+    with features(model, "0.0") as f:
+        assert f.run(x)["0.0"].shape == inner(x).shape
+    assert not there
 
 
 def test_with_grad_is_right_beside_an_in_place_layer(x):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import NESTED, Returns, Twice, mlp, same_state, state_of
+from models import NESTED, Known, Returns, Twice, mlp, same_state, state_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -260,7 +260,7 @@ def test_gradients_of_outputs_also_beside_in_place_layers():
 
 
 def test_nested_outputs_count_every_tensor():
-    for name in ("tuple", "list", "dict", "named", "dataclass", "torch.max"):
+    for name in ("tuple", "list", "dict", "named", "dataclass", "torch.max", "pytree"):
         model, x = Returns(NESTED[name][0]), torch.arange(6.0).reshape(2, 3)
         with layer_statistics(model, "") as stats:
             model(x)
@@ -277,7 +277,7 @@ def _collect(value, flat):
     elif isinstance(value, list | tuple):
         for item in value:
             _collect(item, flat)
-    elif hasattr(value, "__dataclass_fields__"):
+    elif hasattr(value, "__dataclass_fields__") or isinstance(value, Known):
         _collect(list(vars(value).values()), flat)
 
 
