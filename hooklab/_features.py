@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -16,7 +17,7 @@ from hooklab._compiler import eager
 from hooklab._installed import Installed
 from hooklab._packing import outer_hooks
 from hooklab._select import groups, is_gathered, uncompiled
-from hooklab._walk import called_by_itself, map_tensors, tensors_in
+from hooklab._walk import called_by_itself, map_tensors, outermost, tensors_in
 
 __all__ = ["Enough", "Features"]
 
@@ -45,7 +46,10 @@ class Features(Installed, Mapping[str, Any]):
         self._keep = keep
         self._first: dict[str, str] = {}  # for each name the first one of its module
         self._log: deque[tuple[str, Any, Any]] = deque()  # the outputs of the last forward, by first names
-        self._alone: dict[str, list[tuple[Any, Any]]] = {}  # of layers called by themselves since then
+        # Of layers called since then by themselves, or in a call of a part of the model: the same, and which call.
+        self._alone: dict[str, list[tuple[Any, Any]]] = {}
+        self._within: dict[str, ref] = {}
+        self._modules = set(uncompiled(model).modules())
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
@@ -75,7 +79,8 @@ class Features(Installed, Mapping[str, Any]):
 
         alone = {name: fresh(*calls) for name, calls in self._alone.items()}
         state = {**super().__getstate__(), "_log": fresh(*self._log), "_alone": alone, "_sorted": NOTHING}
-        return {**state, "_model": None, "_keep": None, "_groups": [], "_running": []}
+        own = {"_model": None, "_modules": set(), "_keep": None, "_groups": [], "_running": [], "_within": {}}
+        return {**state, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         def numbered(records: list[tuple]) -> Iterator[tuple]:
@@ -222,10 +227,21 @@ class Features(Installed, Mapping[str, Any]):
             return
         if self._running:
             self._log.append((name, kept, _versions(kept)))
-        else:  # called by itself, outside a forward of the model
-            self._alone[name] = [(kept, _versions(kept))]
+        else:  # outside a forward of the model
+            self._record_alone(name, (kept, _versions(kept)))
         if self._wanted and self._runs_here():
             self._wanted.discard(name)
+
+    def _record_alone(self, name: str, record: tuple[Any, Any]) -> None:
+        """The outermost call of a part of the model counts as a forward: `vae.encode` calls `vae.encoder`."""
+        call = outermost(self._modules)
+        if call is not None and name in self._within and self._within[name]() is call:
+            self._alone[name].append(record)
+            return
+        self._alone[name] = [record]
+        self._within.pop(name, None)
+        if call is not None:
+            self._within[name] = ref(call)
 
     @eager
     def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -254,6 +270,7 @@ class Features(Installed, Mapping[str, Any]):
             self._forwards += 1
             self._log.clear()
             self._alone.clear()
+            self._within.clear()
             self._sorted = NOTHING
             self._no_shortcuts()
             if not self._wanted:

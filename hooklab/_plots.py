@@ -18,6 +18,8 @@ __all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "sho
 BLUE, ORANGE, RED = "#3b6fb6", "#c2590a", "#b3261e"
 MAX_LABELS = 60  # layer names that can be read under each other
 COLUMNS = 3  # of heat maps
+MAX_HEAT_MAPS = 60
+MAX_TITLE = 36  # characters above a heat map
 MAPS = 64  # of one tensor
 
 
@@ -71,7 +73,7 @@ def _remark(figures: Statistics) -> str:
 
 def activations(stats: dict[str, Statistics]) -> str:
     """A heat map for each layer: calls go right, values up; the darker, the more entries (by the square root)."""
-    names = list(stats)
+    names = list(stats)[:MAX_HEAT_MAPS]
     columns = min(COLUMNS, len(names))
     lines = math.ceil(len(names) / columns)
     with _figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
@@ -86,7 +88,9 @@ def activations(stats: dict[str, Statistics]) -> str:
                 shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest", vmin=0,
                 extent=(0.5, figures.calls + 0.5, low, high),
             )  # fmt: skip
-            axes.set_title(name, fontsize=8, family="monospace")
+            # The end of a name says more than its beginning.
+            title = name if len(name) <= MAX_TITLE else f"…{name[1 - MAX_TITLE :]}"
+            axes.set_title(title, fontsize=8, family="monospace")
             axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
         for axes in list(grid.flat)[len(names) :]:
             axes.set_visible(False)

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import Size, Tensor, enable_grad, inference_mode, nn
@@ -21,6 +22,7 @@ __all__ = [
     "gradient_node",
     "leave",
     "map_tensors",
+    "outermost",
     "shapes",
     "tensors_in",
 ]
@@ -72,6 +74,17 @@ def called_by_itself(module: nn.Module) -> bool:
         calls += frame.f_code is CALL and frame.f_locals["self"] is module
         frame = frame.f_back
     return calls > 1
+
+
+def outermost(modules: set[nn.Module]) -> MethodType | None:
+    """An object that lives as long as the outermost call of one of `modules` that is running; None where there is none."""
+    found, frame = None, sys._getframe()
+    while frame is not None:
+        if frame.f_code is CALL and frame.f_locals["self"] in modules:
+            found = frame.f_locals.get("forward_call")  # its `forward`, bound anew in each call
+        frame = frame.f_back
+    own = isinstance(found, MethodType) and "forward" not in vars(found.__self__)
+    return found if own else None
 
 
 def forget_interrupted(running: list[tuple], root: nn.Module) -> None:

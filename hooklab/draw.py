@@ -190,8 +190,8 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
         stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
 
     Returns:
-        A `Picture`. `.facts` has a line per layer: name, calls, mean, std, and the shares of entries that are
-        exactly zero, below and above the range.
+        A `Picture` of the first 60 layers. `.facts` has a line per layer: name, calls, mean, std, and the shares of
+        entries that are exactly zero, below and above the range.
 
     Raises:
         TypeError: `stats` are no statistics.
@@ -226,6 +226,10 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
             *(f"{'-' if math.isnan(share) else f'{share:.1%}':>6}" for share in shares),
         ]
         lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(cells))
+    if len(counted) > _plots.MAX_HEAT_MAPS:
+        lines.append(
+            f"drawn: the first {_plots.MAX_HEAT_MAPS} of {len(counted)} layers; choose fewer for the others"
+        )
     return _drawn("\n".join(lines), _plots.activations, counted)
 
 

@@ -127,7 +127,8 @@ def features(
 
     Returns:
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
-        of all of the last forward (a layer may be called several times). A new forward of the model begins anew;
+        of all of the last forward (a layer may be called several times). A new forward of the model begins anew, and
+        so does, for its layers, a call of a part of it from outside (`vae.encoder(x)`);
         recomputation under checkpointing is not counted (except in threads that a layer starts inside a reentrant
         one). `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and
         returns `f`; under FSDP, or offloaded by `accelerate`, that forward goes to its end. Under `nn.DataParallel`

@@ -257,6 +257,76 @@ def test_a_layer_called_by_itself_is_a_forward_of_its_own(model, x):
         assert torch.equal(f["0"], model[0].forward(x))
 
 
+class Coder(nn.Module):
+    """Its layer runs twice; it fails when asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x, fail=False):
+        x = self.layer(x)
+        if fail:
+            raise ValueError("this part was told to fail")
+        return self.layer(x)
+
+
+class AutoEncoder(nn.Module):
+    """Its parts are called by methods of its own, as in many libraries: no forward of the whole runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Coder(), Coder()
+
+    def training_step(self, x, **options):
+        return self.decoder(self.encoder(x, **options)).sum()
+
+
+def test_a_call_of_a_part_is_a_forward_of_its_layers():
+    model = AutoEncoder()
+    with features(model, "**.layer") as f:
+        for factor in (1.0, 2.0, 3.0):
+            x = torch.full((1, 2), factor)
+            model.training_step(x)
+            assert {name: len(outputs) for name, outputs in f.calls.items()} == {
+                "encoder.layer": 2,
+                "decoder.layer": 2,
+            }
+            assert torch.equal(f.calls["encoder.layer"][0], model.encoder.layer.forward(x))
+            assert torch.equal(f["encoder.layer"], model.encoder.forward(x))
+        model.encoder.layer(x)
+        assert [len(outputs) for outputs in f.calls.values()] == [1, 2]
+        with pytest.raises(ValueError, match="told to fail"):
+            model.training_step(x, fail=True)
+        assert [len(outputs) for outputs in f.calls.values()] == [1, 2]
+        model.training_step(x)
+        assert [len(outputs) for outputs in f.calls.values()] == [2, 2]
+        again = pickle.loads(pickle.dumps(f))
+        assert torch.equal(again["encoder.layer"], f["encoder.layer"])
+
+
+def test_a_part_inside_a_module_that_is_not_of_the_model_begins_anew_each_time():
+    model = AutoEncoder()
+
+    class Around(nn.Module):
+        def forward(self, x):
+            return [model.encoder(factor * x) for factor in (1.0, 2.0)]
+
+    with features(model, "**.layer") as f:
+        Around()(torch.ones(1, 2))
+        assert len(f.calls["encoder.layer"]) == 2
+        assert torch.equal(f["encoder.layer"], model.encoder.forward(torch.full((1, 2), 2.0)))
+
+
+def test_of_a_part_whose_forward_was_replaced_the_last_call_is_kept():
+    model = AutoEncoder()
+    model.encoder.forward = model.encoder.forward  # one object for all calls
+    with features(model, "**.layer") as f:
+        for _ in range(3):
+            model.training_step(torch.ones(1, 2))
+        assert [len(outputs) for outputs in f.calls.values()] == [1, 2]
+
+
 def test_the_calls_are_a_mapping_of_what_was_called(model, x):
     with features(model, "*") as f:
         assert (list(f.calls), len(f.calls), "0" in f.calls) == ([], 0, False)
