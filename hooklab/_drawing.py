@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["drawing"]
+__all__ = ["drawing", "shortened"]
 
 
 @contextmanager
@@ -16,3 +16,10 @@ def drawing() -> Iterator[None]:
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
         yield
+
+
+def shortened(name: str, width: int) -> str:
+    """At most `width` characters of a name, without its middle: the ends tell most layers apart."""
+    return (
+        name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - width + width // 3 + 1 :]}"
+    )

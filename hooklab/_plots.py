@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooklab._drawing import drawing
+from hooklab._drawing import drawing, shortened
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, plain
 
@@ -20,6 +20,7 @@ MAX_LABELS = 60  # layer names that can be read under each other
 COLUMNS = 3  # of heat maps
 MAX_HEAT_MAPS = 60
 MAX_TITLE = 36  # characters above a heat map
+MAX_NAME = 48  # beside a row
 MAPS = 64  # of one tensor
 
 
@@ -57,7 +58,8 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
         axes.grid(axis="x", color="#e6e6e6")
         axes.set_xlim(left=floor * 0.8)
         step = math.ceil(len(names) / MAX_LABELS)
-        axes.set_yticks(range(0, len(names), step), names[::step], family="monospace")
+        labels = [shortened(name, MAX_NAME) for name in names[::step]]
+        axes.set_yticks(range(0, len(names), step), labels, family="monospace")
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlabel("gradient with respect to the layer's output")
         axes.spines[["top", "right"]].set_visible(False)
@@ -88,9 +90,7 @@ def activations(stats: dict[str, Statistics]) -> str:
                 shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest", vmin=0,
                 extent=(0.5, figures.calls + 0.5, low, high),
             )  # fmt: skip
-            # The end of a name says more than its beginning.
-            title = name if len(name) <= MAX_TITLE else f"…{name[1 - MAX_TITLE :]}"
-            axes.set_title(title, fontsize=8, family="monospace")
+            axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
             axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
         for axes in list(grid.flat)[len(names) :]:
             axes.set_visible(False)

@@ -1,10 +1,12 @@
 """How `checkpoint_segments` works: a Sequential that saves its input now and then, and computes the rest again."""
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,10 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from hooklab import _refuse
 from hooklab._compiler import compiling
 from hooklab._packing import is_plain, refuse_edited
+from hooklab._walk import within
 
 __all__ = ["Segments"]
 
 SMALL = 4096  # numbers
+MAX_PARTS = 10_000  # of an object that is an input
+LOOP = (
+    ", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use the model's own switch "
+    "(of transformers: model.gradient_checkpointing_enable())"
+)
 Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values
 # Buffers or parameters, by their owner and their name there.
 Named = dict[tuple[nn.Module, str], Tensor | None]
@@ -83,20 +91,28 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
         if copies and not given:
             leaves = tree_map_only(Tensor, torch.clone, leaves)  # what is saved may be wanted once more
         output = given.pop() if given else tree_unflatten(map(_apart, leaves), spec)
-        with state.again() if state.before else state.first():
-            for block in segment:
-                output = block(output)
+        again = state.before is not None
+        with state.again() if again else state.first():
+            try:
+                for block in segment:
+                    output = block(output)
+            except RuntimeError as error:
+                # The word that all is computed again loses its name in TorchScript; it has no text.
+                if not again or not re.search(r"TorchScript(.|\n)*RuntimeError:\s*$", str(error)):
+                    raise
             return output
 
-    versions = list(map(_version, leaves))
+    inputs = _tensors(leaves)
+    versions = list(map(_version, inputs))
     state = State(segment)
     # Stopping early means stopping at the last save, and RReLU fills its noise after that.
     early = not any(isinstance(module, nn.RReLU) for module in state.owners)
     output = checkpoint(run, *leaves, use_reentrant=False, early_stop=early)
-    if versions != list(map(_version, leaves)):
+    found = _tensors(leaves)
+    if list(map(id, found)) != list(map(id, inputs)) or list(map(_version, found)) != versions:
         raise RuntimeError(
             f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
-            "place, and the input is what is saved; use inplace=False there, or another plan"
+            "place, or what an object in it holds, and the input is what is saved; use inplace=False there, or another plan"
         )
     return output
 
@@ -109,6 +125,11 @@ def _apart(value: Any) -> Any:
         return copy.copy(value)
     except Exception:  # a lock, a file, a generator: there is only one
         return value
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    """Those that an input holds, also inside objects."""
+    return [one for leaf in leaves for one in islice(within(leaf), MAX_PARTS) if isinstance(one, Tensor)]
 
 
 def _version(value: Any) -> int | None:
@@ -314,7 +335,8 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
     """The Sequential of this name, refused unless it runs its blocks one after the other."""
     if name not in modules:
         sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
-        close = get_close_matches(str(name), modules) or sequentials[:5]
+        deeper = [one for one in modules if isinstance(name, str) and one.endswith(f".{name}")]
+        close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
         shown = _refuse.listed(close) or "no Sequential in this model"
         raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
     module = modules[name]
@@ -332,6 +354,6 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
     if not ordinary or "forward" in vars(module):
         raise TypeError(
             f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
-            f"{found}{own if isinstance(module, nn.Sequential) else ''}"
+            f"{found}{own if isinstance(module, nn.Sequential) else LOOP if isinstance(module, nn.ModuleList) else ''}"
         )
     return module

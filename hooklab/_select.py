@@ -47,9 +47,16 @@ def callable_layers(function: str, model: Any, patterns: tuple) -> dict[str, nn.
 
 
 def down_to(depth: int, model: nn.Module) -> tuple[str, ...]:
-    """The names of the layers that have a forward, down to `depth`; of the model alone where there are none."""
-    layers = uncompiled(model).named_modules(remove_duplicate=False)
-    names = [name for name, layer in layers if name and name.count(".") < depth and _has_forward(layer)]
+    """The names of the layers that have a forward, down to `depth`; of the model alone where there are none.
+
+    What has none (an `nn.ModuleList`) is no level of its own.
+    """
+    levels, names = {"": 0}, []
+    for name, layer in uncompiled(model).named_modules(remove_duplicate=False):
+        if name:
+            called = _has_forward(layer)
+            levels[name] = levels[name.rpartition(".")[0]] + called
+            names += [name] if called and levels[name] <= depth else []
     return tuple(names) or ("",)
 
 
@@ -143,6 +150,8 @@ def _regex(pattern: str) -> str:
 def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
     if isinstance(pattern, str):
         names = [name for name in layers if name]
+        if deeper := list(_matching("select", layers, f"**.{pattern.lstrip('*.')}")):
+            return f"{', '.join(deeper[:3])} (deeper inside: '**.{pattern.lstrip('*.')}')"
         close = get_close_matches(pattern, names) or get_close_matches(pattern.rpartition(".")[2], names)
         return ", ".join(close or names[:3]) or 'nothing: the model has no layers inside, give "" for itself'
     classes = list(dict.fromkeys(type(layer).__name__ for layer in layers.values()))
@@ -163,7 +172,8 @@ def _never_called(function: str, name: str, layer: nn.Module) -> str:
             "take the eager module it was made from, or a layer around it"
         )
     inside = f"'{name}.*'" if name else "'*'"
-    return (
-        f"{function}: {name!r} is a {type(layer).__name__}, which has no forward and is never called; "
+    return f"{function}: {name!r} is a {type(layer).__name__}, which has no forward and is never called; " + (
         f"take what is inside: {inside}"
+        if layer._modules
+        else "it holds no layers, so there is nothing to hook; take a layer around it"
     )

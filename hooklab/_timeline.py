@@ -1,16 +1,18 @@
 """The picture behind `draw.timeline`: time goes right, a row for each module, tensor and optimizer."""
 
 import io
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from hooklab._drawing import drawing
+from hooklab._drawing import drawing, shortened
 from hooklab._events import Event
 
 __all__ = ["facts", "svg"]
 
 MAX_ROWS = 30  # more cannot be read: deeper modules then share the row of the module around them
+MAX_NAME = 56  # characters beside a row
 MAX_LINES = 120  # more events are counted instead of listed
 OUTSIDE = "outside the model"
 
@@ -49,6 +51,8 @@ def svg(events: list[Event]) -> str:
     from matplotlib.figure import Figure
 
     events = _placed(events)
+    if len({_row(event, len(event.inside)) for event in events}) > MAX_ROWS:
+        events = _folded(events)
     depth = _depth_that_fits(events)
     rows = {label: row for row, label in enumerate(dict.fromkeys(_row(event, depth) for event in events))}
     with drawing():
@@ -84,6 +88,18 @@ def _placed(events: list[Event]) -> list[Event]:
     ]
 
 
+def _folded(events: list[Event]) -> list[Event]:
+    """What a checkpoint computes again in the rows of the first time: it runs without the modules around it."""
+    again = {event.inside[-1] for event in events if event.phase == "recompute" and event.inside}
+    first = {event.inside[-1]: event.inside for event in events if event.phase == "forward" and event.inside}
+    return [
+        replace(event, inside=first.get(event.inside[-1].partition(" #")[0], event.inside))
+        if event.inside and event.inside[-1] in again
+        else event
+        for event in events
+    ]
+
+
 def _depth_that_fits(events: list[Event]) -> int:
     depth = max((len(event.inside) for event in events), default=0)
     while depth > 1 and len({_row(event, depth) for event in events}) > MAX_ROWS:
@@ -104,13 +120,16 @@ def _row(event: Event, depth: int) -> str:
 
 
 def _phases(axes: Any, events: list[Event], rows: int) -> None:
-    start = 0
+    start, written = 0, -math.inf  # where a phase begins, and where the last name ends
     for position, event in enumerate(events):
         last = position + 1 == len(events)
         if last or events[position + 1].phase != event.phase:
             axes.axvspan(start - 0.5, position + 0.5, color=PHASE_COLOURS[event.phase], lw=0, zorder=0)
-            if position + 1 - start > 0.04 * len(events):  # a name that would not fit is left to the colour
-                axes.text((start + position) / 2, -0.95, event.phase, ha="center", va="center", color="#444")
+            middle, half = (start + position) / 2, 0.006 * len(events) * len(event.phase)
+            # A name that would not fit is left to the colour.
+            if position + 1 - start > 0.04 * len(events) and middle - half > written:
+                axes.text(middle, -0.95, event.phase, ha="center", va="center", color="#444")
+                written = middle + half
             start = position + 1
 
 
@@ -152,7 +171,7 @@ def _marks(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> 
 
 def _indented(label: str, events: list[Event]) -> str:
     depth = next((event.inside.index(label) for event in events if label in event.inside), 0)
-    return "\u00a0\u00a0" * depth + label  # SVG drops plain leading spaces
+    return "\u00a0\u00a0" * depth + shortened(label, MAX_NAME)  # SVG drops plain leading spaces
 
 
 def _label_width(rows: dict[str, int], events: list[Event]) -> float:

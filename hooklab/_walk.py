@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Size, Tensor, enable_grad, inference_mode, nn
@@ -25,6 +26,7 @@ __all__ = [
     "outermost",
     "shapes",
     "tensors_in",
+    "within",
 ]
 
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
@@ -105,12 +107,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
-    elif node := _node(value):
-        for item in node[0]:
-            yield from tensors_in(item)
     elif _is_dataclass(value):
         for name in _set_fields(value):
             yield from tensors_in(getattr(value, name))
+    elif node := _node(value):
+        for item in node[0]:
+            yield from tensors_in(item)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -139,19 +141,52 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
             if name in value and value[name] is item:  # a dict whose keys are attributes, too
                 object.__setattr__(new, name, new[name])
         return new
+    if _is_dataclass(value) and _holds_its_fields(value):
+        new = copy.copy(value)
+        for name in _set_fields(value):
+            item = map_tensors(function, getattr(value, name))
+            object.__setattr__(new, name, item)  # also where the class is frozen
+        return new
     if node := _node(value):
         items = [map_tensors(function, item) for item in node[0]]
         try:
             return node[1](items)
         except Exception:  # it may hold nothing but tensors of one shape
             return items
-    if _is_dataclass(value):
-        new = copy.copy(value)
-        for name in _set_fields(value):
-            item = map_tensors(function, getattr(value, name))
-            object.__setattr__(new, name, item)  # also where the class is frozen
-        return new
     return value
+
+
+def within(value: Any) -> Iterator[Any]:
+    """What `value` keeps alive, each object once: in containers, objects, functions; modules are not entered."""
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            yield item
+            if not isinstance(item, Tensor | nn.Module | ModuleType | type):
+                stack += _parts(item)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    slots = {name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))}
+    return [getattr(value, name) for name in sorted(slots) if hasattr(value, name) and name != "__weakref__"]
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return [slots] if isinstance(slots, str) else [*slots, "__dict__"]
 
 
 def first_shape(value: object) -> tuple[int, ...] | None:
@@ -174,11 +209,11 @@ def shapes(value: object) -> str:
         return f"[{', '.join(map(shapes, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shapes(item)}" for key, item in value.items()) + "}"
-    if node := _node(value):
-        return f"{type(value).__name__}({', '.join(map(shapes, node[0]))})"
     if _is_dataclass(value):
         names = _set_fields(value)
         return _named(value, names, (getattr(value, name) for name in names))
+    if node := _node(value):
+        return f"{type(value).__name__}({', '.join(map(shapes, node[0]))})"
     return (
         repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
     )
@@ -204,9 +239,12 @@ def _named(value: object, names: Iterable[str], items: Iterable[object]) -> str:
 
 
 def _node(value: object) -> tuple[list, Callable[[list], Any]] | None:
-    """What a class that is known to PyTorch's pytrees (`TensorDict`) holds, and how to put that together again."""
+    """What a TensorDict or a tensorclass holds, and how to put that together again, as PyTorch's pytrees know it.
+
+    They know of other objects as well (a `DynamicCache`), of which they rebuild a part only.
+    """
     node = SUPPORTED_NODES.get(type(value))
-    if node is None:
+    if node is None or not (isinstance(value, Mapping) or _is_dataclass(value)):
         return None
     try:
         items, context = node.flatten_fn(value)
@@ -217,6 +255,11 @@ def _node(value: object) -> tuple[list, Callable[[list], Any]] | None:
 
 def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds_its_fields(value: object) -> bool:
+    """False of a tensorclass: its fields lead to a TensorDict inside, which a copy would share."""
+    return type(value) not in SUPPORTED_NODES or vars(value).keys() >= set(_set_fields(value))
 
 
 def _set_fields(value: Any) -> list[str]:

@@ -18,7 +18,7 @@ from hooklab import _plots, _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, short
-from hooklab._walk import first_shape
+from hooklab._walk import first_shape, tensors_in
 from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
@@ -347,9 +347,13 @@ def _checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
             f"graph: expected one tensor, found a {type(t).__name__} of {len(t)}; draw one of them, or their sum"
         )
     if not isinstance(t, Tensor):
-        raise TypeError(
-            f"graph: expected a tensor, found {type(t).__name__}; draw what the computation returns"
+        inside = next(tensors_in(t), None) is not None
+        cure = (
+            "draw one of the tensors in it, the loss perhaps"
+            if inside
+            else "draw what the computation returns"
         )
+        raise TypeError(f"graph: expected a tensor, found {type(t).__name__}; {cure}")
     if t.grad_fn is None:
         found = (
             "a leaf: it was made, not computed" if t.requires_grad else "a tensor with requires_grad=False"

@@ -64,8 +64,8 @@ def verbose(
     Args:
         model: the module to watch. Nothing in it changes; for running statistics call `model.eval()` yourself.
         *patterns: which layers, as in `select`. Without any, those down to `depth`.
-        depth: 1 for the layers directly in the model, 2 for those inside them too, and so on; 0 for the model
-            as a whole. Not used with patterns.
+        depth: 1 for the layers directly in the model, 2 for those inside them too, and so on (an `nn.ModuleList`,
+            which is never called, is no level of its own); 0 for the model as a whole. Not used with patterns.
         write: called with each line; `lines.append` collects them.
 
     Returns:
@@ -120,8 +120,8 @@ def features(
         keep: what to keep of each output tensor, any shape, dtype and device. By default the tensor without its
             graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
-            dicts, dataclasses and what PyTorch's pytrees know (a `TensorDict`) it is applied to each tensor; objects
-            of other classes are kept as they are.
+            dicts, dataclasses and a `TensorDict` it is applied to each tensor; objects of other classes are
+            kept as they are, with their graph (the cache of a transformer: run that with `use_cache=False`).
             Under checkpointing it runs in the recomputation too, where what it returns is dropped: if it draws random
             numbers, let the block begin before the forward and end after backward.
 

@@ -130,6 +130,8 @@ class Trace:
     def _hang_on_model(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             label = name or type(module).__name__
+            if isinstance(module, torch.jit.RecursiveScriptModule):  # a scripted one takes no hooks
+                continue
             self._handles.append(
                 module.register_forward_pre_hook(eager(self._on_forward_pre(label, root=not name)))
             )

@@ -1,6 +1,7 @@
 """Small models with outputs of every kind, for the tests of module hooks."""
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,15 +27,20 @@ class Fields(OrderedDict):
         return Fields, (sorted(self.items()),)
 
 
-class Known:
-    """A container that is known to PyTorch's pytrees; both attributes lead to what it holds."""
+class Known(Mapping):
+    """A mapping that is known to PyTorch's pytrees, as a `TensorDict` is."""
 
     def __init__(self, *items):
-        self.items = list(items)
+        self.own = dict(enumerate(items))
 
-    @property
-    def first(self):
-        return self.items[0]
+    def __getitem__(self, key):
+        return self.own[key]
+
+    def __iter__(self):
+        return iter(self.own)
+
+    def __len__(self):
+        return len(self.own)
 
 
 class Choosy(Known):
@@ -45,8 +51,29 @@ def _refuse_to_flatten(value):
     raise RuntimeError("not this one")
 
 
-register_pytree_node(Known, lambda known: (known.items, "context"), lambda items, _: Known(*items))
+class Cache:
+    """Known to pytrees too, which rebuild a part of it only, as of a `DynamicCache`: it stays as it is."""
+
+    def __init__(self, *items):
+        self.items, self.position = list(items), 7
+
+
+register_pytree_node(Cache, lambda cache: (cache.items, None), lambda items, _: Cache(*items))
+register_pytree_node(Known, lambda known: (list(known.values()), "context"), lambda items, _: Known(*items))
 register_pytree_node(Choosy, _refuse_to_flatten, lambda items, _: Choosy(*items))
+
+
+CHOOSY, CACHE = Choosy(None), Cache(torch.ones(2))
+
+
+@dataclass
+class Registered:
+    logits: Tensor
+    hidden: list
+    note: object = None
+
+
+torch.export.register_dataclass(Registered)
 
 
 class Returns(nn.Module):
@@ -75,7 +102,12 @@ NESTED = {
     "none": (lambda x: None, "None"),
     "fields": (lambda x: Fields(b=x * 2, a=x.sum()), "{'b': [2, 3], 'a': []}"),
     "pytree": (lambda x: Known(x * 2, [x.sum()]), "Known([2, 3], [[]])"),
-    "choosy": (lambda x: (x * 2, Choosy(None)), "([2, 3], Choosy)"),
+    "choosy": (lambda x: (x * 2, CHOOSY), "([2, 3], Choosy)"),
+    "cache": (lambda x: (x * 2, CACHE), "([2, 3], Cache)"),
+    "registered": (
+        lambda x: Registered(x * 2, [x.sum()]),
+        "Registered(logits=[2, 3], hidden=[[]], note=None)",
+    ),
 }
 
 

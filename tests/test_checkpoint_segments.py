@@ -878,6 +878,94 @@ def test_what_blocks_put_into_an_object_of_the_caller(size, around):
     equal_gradients(Net, {"body": size})
 
 
+class Edits(nn.Module):
+    """Blocks that write into what an object holds, where a copy of the object shares it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, given):
+        if self.how == "tensor":
+            given.x.add_(1)
+        new = self.linear(given.x).tanh()
+        if self.how == "list":
+            given.parts.append(new)
+        elif self.how == "inner":
+            given.inner.x = new
+        return Graph(new)
+
+
+@pytest.mark.parametrize("how", ["tensor", "list", "inner"])
+def test_what_is_edited_deep_inside_an_object_is_refused(how):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.body = nn.Linear(4, 4), nn.Sequential(Edits(how))
+
+        def forward(self, x):
+            graph = Graph(self.stem(x) * 1)
+            graph.parts, graph.inner = [graph.x], Graph(graph.x)
+            return self.body(graph).x
+
+    with pytest.raises(
+        RuntimeError, match="that begins with Edits edits its input in place, or what an object"
+    ):
+        equal_gradients(Net, {"body": 1})
+
+
+@torch.jit.script
+def scripted(x):
+    return torch.tanh(x) * x
+
+
+class ScriptedFunction(nn.Module):
+    def forward(self, x):
+        return scripted(x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda: torch.jit.script(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())),
+        lambda: torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)),
+        ScriptedFunction,
+    ],
+    ids=["scripted", "traced", "function"],
+)
+def test_blocks_of_torchscript(last, size):
+    def make():
+        torch.manual_seed(0)
+        return Around(nn.Linear(4, 4), last(), nn.Dropout(0.5), last())
+
+    with torch.jit.optimized_execution(False):  # else it computes otherwise after the first runs
+        equal_gradients(make, {"body": size})
+
+
+def test_an_error_of_torchscript_in_recomputation_is_not_lost():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "The following operation failed in the TorchScript interpreter.\nRuntimeError: mine"
+                )
+            return x.tanh()
+
+    model = Around(nn.Linear(4, 4), Fails())
+    with checkpoint_segments(model, {"body": 2}), pytest.raises(RuntimeError, match="RuntimeError: mine"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("h", "close: 'inner.h'"), ("inner.h", "found ModuleList, whose owner calls")]
+)
+def test_a_module_list_is_refused_with_what_to_do_instead(name, message):
+    model = nn.ModuleDict({"inner": nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)])})})
+    with pytest.raises((KeyError, TypeError), match=message):
+        checkpoint_segments(model, {name: 1})
+
+
 def test_none_beside_a_tensor_at_the_border_of_an_in_place_block():
     class Pair(nn.Module):
         inplace = True

@@ -174,7 +174,12 @@ def test_a_picture_is_an_svg_with_its_facts_beside_it():
         (torch.ones(2, requires_grad=True), ValueError, "found a leaf.*draw a result such as the loss"),
         (torch.ones(2), ValueError, "found a tensor with requires_grad=False"),
         ([chain(1), chain(1)], TypeError, "found a list of 2; draw one of them, or their sum"),
-        (torch.nn.Linear(1, 1), TypeError, "expected a tensor, found Linear"),
+        (
+            torch.nn.Linear(1, 1),
+            TypeError,
+            "expected a tensor, found Linear; draw what the computation returns",
+        ),
+        ({"loss": chain(1)}, TypeError, "found dict; draw one of the tensors in it, the loss perhaps"),
     ],
 )
 def test_graph_refuses_what_has_no_graph(t, error, words):

@@ -98,6 +98,32 @@ def test_activations_draw_a_map_for_each_layer_with_a_column_for_each_call(outpu
     assert len(pixels(picture.svg)) == 2
 
 
+def test_activations_of_many_layers_with_long_names_can_be_read():
+    names = [f"stage_{number}.a_block_with_a_long_name.attention.projection" for number in range(70)]
+    net = torch.nn.Sequential()
+    for name in names:
+        net.add_module(name.replace(".", "_"), torch.nn.Identity())
+    with layer_statistics(net, "*", bins=2) as stats:
+        net(torch.ones(1, 2))
+    picture = draw.activations(stats)
+    assert picture.facts.splitlines()[-1] == "drawn: the first 60 of 70 layers; choose fewer for the others"
+    assert len(picture.facts.splitlines()) == 72
+    titles = [word for word in words(picture.svg) if "…" in word]
+    assert len(set(titles)) == len(titles) == 60
+    assert max(map(len, titles)) == 36
+
+
+def test_gradient_flow_shortens_long_names():
+    name = "a_layer_with_a_name_of_its_own_" * 5
+    net = torch.nn.Sequential()
+    net.add_module(name, torch.nn.Linear(2, 2))
+    with layer_statistics(net, "*", of="grad_output") as stats:
+        net(torch.ones(1, 2)).sum().backward()
+    picture = draw.gradient_flow(stats)
+    assert name in picture.facts
+    assert [len(word) for word in words(picture.svg) if "…" in word] == [48]
+
+
 def test_feature_maps_are_a_mosaic_each_map_from_dark_to_bright():
     tensor = torch.stack([torch.zeros(8, 8), torch.arange(64.0).reshape(8, 8)])
     picture = draw.feature_maps(tensor)

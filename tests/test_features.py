@@ -123,7 +123,7 @@ def assert_same_structure(kept, expected, name):
         for field in expected.__dataclass_fields__:
             assert_same_structure(getattr(kept, field), getattr(expected, field), name)
     elif type(expected) is Known:
-        assert_same_structure(kept.items, expected.items, name)
+        assert_same_structure(kept.own, expected.own, name)
     else:
         assert kept is expected
 
@@ -134,7 +134,9 @@ def test_a_container_that_cannot_hold_what_keep_returns_is_kept_as_a_list():
             assert all(item.requires_grad for item in items)
             super().__init__(*items)
 
-    register_pytree_node(Strict, lambda strict: (strict.items, None), lambda items, _: Strict(*items))
+    register_pytree_node(
+        Strict, lambda strict: (list(strict.values()), None), lambda items, _: Strict(*items)
+    )
     model = Returns(lambda x: Strict(x * 2))
     with features(model, "") as f:
         model(torch.ones(2, requires_grad=True))
@@ -604,6 +606,15 @@ def test_keep_that_cannot_be_called_is_refused(model):
     ):
         features(model, "1", keep="detach")
     assert hooks_on(model) == []
+
+
+def test_a_list_of_parameters_is_refused_without_a_cure_that_fails_too():
+    model = nn.Module()
+    model.parts = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    with pytest.raises(
+        ValueError, match=r"'parts' is a ParameterList, .* it holds no layers, so there is nothing to hook"
+    ):
+        features(model, "parts")
 
 
 def test_a_container_that_is_never_called_is_refused_or_left_out():

@@ -90,6 +90,8 @@ def test_a_compiled_model_is_searched_inside(model):
         (("fc", "layer3.relu"), KeyError, ["no layer matches 'layer3.relu'", "layer1.0.relu"]),
         (("model.fc",), KeyError, ["no layer matches 'model.fc'", "fc"]),
         (("nothing*.x",), KeyError, ["no layer matches", "close: "]),
+        (("0.relu",), KeyError, ["'0.relu'", "close: layer1.0.relu, ", "(deeper inside: '**.0.relu')"]),
+        (("1.*elu",), KeyError, ["close: layer1.1.relu", "(deeper inside: '**.1.*elu')"]),
         ((nn.Conv3d,), KeyError, ["no layer matches class Conv3d", "Conv2d"]),
         ((["fc", "relu"],), TypeError, ["found list", "*names"]),
         ((3,), TypeError, ["found int; other arguments go by name: keep=, depth=, bins="]),

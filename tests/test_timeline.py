@@ -7,8 +7,11 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hooklab import _timeline, draw, trace
+from hooklab._drawing import shortened
+from hooklab._events import Event
 from hooklab.trace import NODE_CREATION_HOOK
 
 
@@ -65,6 +68,49 @@ def test_the_same_trace_gives_the_same_bytes(traced):
 
 
 @pytest.mark.skipif(NODE_CREATION_HOOK is None, reason="without it Nodes are not told apart by module")
+def test_what_a_checkpoint_computes_again_shares_the_rows_of_a_large_model():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)) for _ in range(8)]
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    net = Net()
+    with trace(net) as traced:
+        net(torch.ones(1, 2)).sum().backward()
+    assert any("#2" in event.where for event in traced.events)
+    shown = texts(draw.timeline(traced).svg)
+    assert not [text for text in shown if "#2" in text]
+    assert {"blocks.0", "blocks.7"} <= set(shown)
+    assert len({"blocks.0.0", "blocks.0", "Net"} & set(shown)) > 1
+    assert len([text for text in shown if text.startswith(("blocks", "Net"))]) <= _timeline.MAX_ROWS
+
+
+def test_long_names_leave_room_for_the_events():
+    name = "a_layer_with_a_name_of_its_own_" * 5
+    net = nn.Sequential()
+    net.add_module(name, nn.Linear(2, 2))
+    with trace(net) as traced:
+        net(torch.ones(1, 2)).sum().backward()
+    shown = texts(draw.timeline(traced).svg)
+    assert name not in shown
+    assert shortened(name, _timeline.MAX_NAME) in shown
+
+
+def test_names_of_phases_do_not_run_into_each_other(traced):
+    phases = ["backward", "recompute"] * 8
+    events = [Event("Node hook", "x", phase) for phase in phases for _ in range(10)]
+    shown = texts(_timeline.svg(events))
+    assert (shown.count("backward"), shown.count("recompute")) == (8, 0)
+    assert texts(draw.timeline(traced).svg).count("backward") == 1
+
+
 def test_a_large_model_is_folded_into_rows_that_can_be_read_and_facts_that_can_be_counted():
     net = nn.Sequential(*[nn.Sequential(*[nn.Linear(1, 1) for _ in range(5)]) for _ in range(20)])
     with trace(net) as traced:

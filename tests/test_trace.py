@@ -707,3 +707,12 @@ def test_what_a_checkpoint_computes_again_is_a_second_call():
         "0",
         "0 #2",
     ]
+
+
+def test_a_scripted_block_takes_no_hooks_and_is_passed_over():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)), nn.Tanh())
+    with no_leftovers(model), trace(model) as traced:
+        model(torch.ones(1, 2)).sum().backward()
+    called = {event.where for event in traced.events if event.kind == "forward hook"}
+    assert called == {"Sequential", "0", "2"}
+    assert any(event.phase == "backward" for event in traced.events)

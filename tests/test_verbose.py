@@ -75,11 +75,18 @@ def test_a_layer_with_many_names_shows_the_first_of_them(places, label):
     ]
 
 
-def test_containers_that_are_never_called_are_passed_over():
-    model = Returns(lambda x: model.parts[0](x))
-    model.parts = nn.ModuleList([nn.ReLU()])
-    assert lines_of(model, torch.ones(2)) == ["Returns  Returns  [2]"]
-    assert lines_of(model, torch.ones(2), depth=2) == ["parts.0  ReLU  [2]"]
+def test_containers_that_are_never_called_are_passed_over_and_are_no_level():
+    model = Returns(lambda x: model.parts[0](model.blocks["a"][0](x)))
+    model.parts = nn.ModuleList([nn.Sequential(nn.ReLU())])
+    model.blocks = nn.ModuleDict({"a": nn.ModuleList([nn.Tanh()])})
+    names = ["blocks.a.0", "parts.0"]
+    assert [line.split()[0] for line in lines_of(model, torch.ones(2))] == names
+    assert [line.split()[0] for line in lines_of(model, torch.ones(2), depth=2)] == [
+        "blocks.a.0",
+        "parts.0.0",
+        "parts.0",
+    ]
+    assert lines_of(model, torch.ones(2), depth=0) == ["Returns  Returns  [2]"]
 
 
 @pytest.mark.parametrize("name", NESTED)
