@@ -304,3 +304,25 @@ def test_a_method_called_hook_of_what_was_registered_is_not_taken_for_it(net):
     (record,) = hooks_on(net)
     assert record.function.endswith("Recorder")
     assert record.line == Recorder.__call__.__code__.co_firstlineno
+
+
+def test_what_pytorch_hangs_on_state_dicts_for_itself_is_no_leftover():
+    layer = nn.Linear(2, 2)
+    with no_leftovers(layer):
+        layer.register_state_dict_pre_hook(torch.nn.Module.train)  # a function of PyTorch's
+    with pytest.raises(HookLeak, match="state_dict pre-hook"), no_leftovers(layer):
+        layer.register_state_dict_pre_hook(lambda *args: None)
+    with pytest.raises(HookLeak, match="forward pre-hook"), no_leftovers(layer):
+        layer.register_forward_pre_hook(torch.nn.Module.train)
+
+
+def test_a_wrapper_that_only_calls_itself_an_optimizer_is_refused():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+
+    inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(
+        TypeError, match="Wrapper is a wrapper without hooks of its own; ask the optimizer inside it"
+    ):
+        hooks_on(Wrapper(inner))
