@@ -133,7 +133,8 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         if left := _new(model, before):
-            raise HookLeak(left) from error
+            # Without this frame, which leads back to the error: it would stay until the collector comes.
+            raise HookLeak(left) from error.with_traceback(error.__traceback__.tb_next)
         raise
     if left := _new(model, before):
         raise HookLeak(left)
