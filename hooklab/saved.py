@@ -80,8 +80,9 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         ValueError: a number is below 1, `plan` is empty or names one layer twice, or a Sequential is checkpointed
             already. Nothing has been changed then.
         NotImplementedError: in forward, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
-        RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place (where
-            its first block has `inplace=True` itself, the input is copied instead); in backward, if a parameter, or
+        RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place, or the
+            tensors and lists that an object in it holds (where its first block has `inplace=True` itself, the input
+            is copied instead); in backward, if a parameter, or
             a buffer of more than 4,096 numbers, was edited or given other memory (`.data = ...`, `model.to`) in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
