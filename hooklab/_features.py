@@ -48,7 +48,7 @@ class Features(Installed, Mapping[str, Any]):
         self._log: deque[tuple[str, Any, Any]] = deque()  # the outputs of the last forward, by first names
         # Of layers called since then by themselves, or in a call of a part of the model: the same, and which call.
         self._alone: dict[str, list[tuple[Any, Any]]] = {}
-        self._within: dict[str, ref] = {}
+        self._within: dict[str, ref | None] = {}
         self._modules = set(uncompiled(model).modules())
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
@@ -234,14 +234,11 @@ class Features(Installed, Mapping[str, Any]):
 
     def _record_alone(self, name: str, record: tuple[Any, Any]) -> None:
         """The outermost call of a part of the model counts as a forward: `vae.encode` calls `vae.encoder`."""
-        call = outermost(self._modules)
-        if call is not None and name in self._within and self._within[name]() is call:
-            self._alone[name].append(record)
-            return
-        self._alone[name] = [record]
-        self._within.pop(name, None)
-        if call is not None:
-            self._within[name] = ref(call)
+        call, known = outermost(self._modules), self._within.get(name)
+        if call is None or known is None or known() is not call:
+            self._alone[name] = []
+            self._within[name] = None if call is None else ref(call)
+        self._alone[name].append(record)
 
     @eager
     def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
+from hooklab._checkpoints import graph_task
 from hooklab._compiler import eager
 from hooklab._walk import gradient_node
 
@@ -27,7 +28,7 @@ def register_multi_grad_hook(tensors: Sequence[Tensor], hook: Callable[[Tensor |
 
     @eager
     def arrived(grad: Tensor, is_first: bool) -> None:
-        run = torch._C._current_graph_task_id()
+        run = graph_task()
         with lock:
             if run not in waiting:
                 waiting[run] = _expected(nodes)

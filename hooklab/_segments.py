@@ -1,7 +1,6 @@
 """How `checkpoint_segments` works: a Sequential that saves its input now and then, and computes the rest again."""
 
 import copy
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,10 +25,6 @@ __all__ = ["Segments"]
 
 SMALL = 4096  # numbers
 MAX_PARTS = 10_000  # of an object that is an input
-LOOP = (
-    ", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use the model's own switch "
-    "(of transformers: model.gradient_checkpointing_enable())"
-)
 Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values
 # Buffers or parameters, by their owner and their name there.
 Named = dict[tuple[nn.Module, str], Tensor | None]
@@ -91,16 +86,11 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
         if copies and not given:
             leaves = tree_map_only(Tensor, torch.clone, leaves)  # what is saved may be wanted once more
         output = given.pop() if given else tree_unflatten(map(_apart, leaves), spec)
-        again = state.before is not None
-        with state.again() if again else state.first():
-            try:
-                for block in segment:
-                    output = block(output)
-            except RuntimeError as error:
-                # The word that all is computed again loses its name in TorchScript; it has no text.
-                if not again or not re.search(r"TorchScript(.|\n)*RuntimeError:\s*$", str(error)):
-                    raise
-            return output
+        if state.before is None:
+            with state.first():
+                return run_blocks(segment, output)
+        with state.again(), _ended_in_torchscript():
+            return run_blocks(segment, output)
 
     inputs = _tensors(leaves)
     versions = list(map(_version, inputs))
@@ -115,6 +105,22 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "place, or what an object in it holds, and the input is what is saved; use inplace=False there, or another plan"
         )
     return output
+
+
+def run_blocks(segment: list[nn.Module], output: Any) -> Any:
+    for block in segment:
+        output = block(output)
+    return output
+
+
+@contextmanager
+def _ended_in_torchscript() -> Iterator[None]:
+    """The word that all is computed again loses its name on the way through TorchScript; it never had a text."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "TorchScript interpreter" not in str(error) or not str(error).rstrip().endswith("RuntimeError:"):
+            raise
 
 
 def _apart(value: Any) -> Any:
@@ -348,12 +354,21 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         )
         state = "runs" if module._hooklab_blocks else "once ran"
         raise ValueError(f"checkpoint_segments: {name!r} {state} in segments already; {again}")
-    kind, own = type(module), " with a forward of its own"
-    found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
-    ordinary = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
+    ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if not ordinary or "forward" in vars(module):
         raise TypeError(
             f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
-            f"{found}{own if isinstance(module, nn.Sequential) else LOOP if isinstance(module, nn.ModuleList) else ''}"
+            f"{_found(module)}"
         )
     return module
+
+
+def _found(module: nn.Module) -> str:
+    kind = type(module)
+    if isinstance(module, nn.ModuleList):
+        return (
+            f"{kind.__name__}, whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use "
+            "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
+        )
+    name = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
+    return f"{name} with a forward of its own" if isinstance(module, nn.Sequential) else name

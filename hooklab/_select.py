@@ -1,7 +1,6 @@
 """Find the layers of a model by name, by pattern or by class."""
 
 import re
-import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
@@ -23,7 +22,7 @@ def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
     layers = _layers(uncompiled(model))
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        names = list(_matching(function, layers, pattern))
+        names = list(_matching(layers, pattern))
         if not names:
             shown = repr(pattern) if isinstance(pattern, str) else f"class {pattern.__name__}"
             raise KeyError(f"{function}: no layer matches {shown}; close: {_close(pattern, layers)}")
@@ -80,7 +79,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 def is_gathered(module: nn.Module) -> bool:
     """True where parameters come for each call and go after it: FSDP, and what `accelerate` offloads."""
-    return "_hf_hook" in vars(module) or ("torch.distributed.fsdp" in sys.modules and is_fsdp(module))
+    return "_hf_hook" in vars(module) or is_fsdp(module)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -132,7 +131,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _matching(function: str, layers: dict[str, nn.Module], pattern: str | type) -> Iterator[str]:
+def _matching(layers: dict[str, nn.Module], pattern: str | type) -> Iterator[str]:
     if not isinstance(pattern, str):
         return (name for name, layer in layers.items() if isinstance(layer, pattern))
     if pattern in layers:
@@ -150,7 +149,7 @@ def _regex(pattern: str) -> str:
 def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
     if isinstance(pattern, str):
         names = [name for name in layers if name]
-        if deeper := list(_matching("select", layers, f"**.{pattern.lstrip('*.')}")):
+        if deeper := list(_matching(layers, f"**.{pattern.lstrip('*.')}")):
             return f"{', '.join(deeper[:3])} (deeper inside: '**.{pattern.lstrip('*.')}')"
         close = get_close_matches(pattern, names) or get_close_matches(pattern.rpartition(".")[2], names)
         return ", ".join(close or names[:3]) or 'nothing: the model has no layers inside, give "" for itself'

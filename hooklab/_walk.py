@@ -96,7 +96,7 @@ def forget_interrupted(running: list[tuple], root: nn.Module) -> None:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts, dataclasses and pytree nodes; of a PackedSequence its data."""
+    """The tensors in nested tuples, lists, dicts, dataclasses and a TensorDict; of a PackedSequence its data."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PackedSequence):
@@ -111,7 +111,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         for name in _set_fields(value):
             yield from tensors_in(getattr(value, name))
     elif node := _node(value):
-        for item in node[0]:
+        held, _ = node
+        for item in held:
             yield from tensors_in(item)
 
 
@@ -148,9 +149,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
             object.__setattr__(new, name, item)  # also where the class is frozen
         return new
     if node := _node(value):
-        items = [map_tensors(function, item) for item in node[0]]
+        held, together = node
+        items = [map_tensors(function, item) for item in held]
         try:
-            return node[1](items)
+            return together(items)
         except Exception:  # it may hold nothing but tensors of one shape
             return items
     return value
@@ -213,7 +215,8 @@ def shapes(value: object) -> str:
         names = _set_fields(value)
         return _named(value, names, (getattr(value, name) for name in names))
     if node := _node(value):
-        return f"{type(value).__name__}({', '.join(map(shapes, node[0]))})"
+        held, _ = node
+        return f"{type(value).__name__}({', '.join(map(shapes, held))})"
     return (
         repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
     )

@@ -73,9 +73,8 @@ def verbose(
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`, with more than three `a = b = … (5 names)`. A forward that raises ends with a
         line that names the innermost layer that failed, the shapes it was given and the error; one that calls none
-        of the layers has a line that says so.
-        Recomputation under checkpointing is not written (except in threads that a layer starts inside a reentrant
-        one); nor is an error in a forward hook that was put on the model itself later.
+        of the layers has a line that says so. Recomputation under checkpointing is not written (except in threads that
+        a layer starts inside a reentrant one); nor is an error in a forward hook that was put on the model itself later.
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; a layer that has no forward; `depth` is no whole number, or
@@ -128,11 +127,11 @@ def features(
     Returns:
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
         of all of the last forward (a layer may be called several times). A new forward of the model begins anew, and
-        so does, for its layers, a call of a part of it from outside (`vae.encoder(x)`);
-        recomputation under checkpointing is not counted (except in threads that a layer starts inside a reentrant
-        one). `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and
-        returns `f`; under FSDP, or offloaded by `accelerate`, that forward goes to its end. Under `nn.DataParallel`
-        give the wrapper.
+        so does, for its layers, a call of a part of it from outside (`vae.encoder(x)`); recomputation under
+        checkpointing is not counted (except in threads that a layer starts inside a reentrant one).
+        `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and returns `f`;
+        under FSDP, and where `accelerate` has hooked a layer, that forward goes to its end. Under `nn.DataParallel` give
+        the wrapper.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
@@ -175,11 +174,10 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     The gradient is taken by a tensor hook on the output: cheaper than a full backward hook. The copy and
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten` or
     `nn.InstanceNorm2d`, say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant
-    checkpoint, under `torch.vmap`, for gradients that come in batches (`is_grads_batched=True`) and for strided nested
-    tensors. Of a
-    layer that returns its input as it is (`nn.Identity`) the gradient is that of the tensor, from all its uses. An
-    output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one; nothing is
-    hooked here.
+    checkpoint, under `torch.vmap`, for gradients that come in batches (`is_grads_batched=True`) and for strided
+    nested tensors. Of a layer that returns its input as it is (`nn.Identity`) the gradient is that of the tensor, from
+    all its uses. An output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one;
+    nothing is hooked here.
 
     Args:
         tensor: any shape, dtype and device.

@@ -63,8 +63,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike; not those of a
     `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart. All else that a
     block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that
-    change an output (take them off after backward), attributes that are no buffers, globals. Of a list, a dict or an object
-    that blocks write into each run has a copy of its own, of an object as `copy.copy` makes it.
+    change an output (take them off after backward), attributes that are no buffers, globals. Blocks may write into a
+    list, a dict or an object that they are given: each run has a copy, of an object one level deep (`copy.copy`).
 
     Args:
         model: any module.
@@ -82,8 +82,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         NotImplementedError: in forward, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
         RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place, or the
             tensors and lists that an object in it holds (where its first block has `inplace=True` itself, the input
-            is copied instead); in backward, if a parameter, or
-            a buffer of more than 4,096 numbers, was edited or given other memory (`.data = ...`, `model.to`) in between.
+            is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers, was edited or given
+            other memory (`.data = ...`, `model.to`) in between.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. The parameters are those of the forward, also where

@@ -15,6 +15,7 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hooklab import _refuse
+from hooklab._checkpoints import NO_BACKWARD, graph_task
 from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compiled
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
@@ -205,7 +206,7 @@ class Trace:
                 forget_interrupted(self._stack(), module)
             # Also a part of the model that is called by itself begins a forward; in other threads (those of replicas)
             # and while a checkpoint computes again one goes on.
-            alone = threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
+            alone = threading.get_ident() == self._thread and graph_task() == NO_BACKWARD
             if not self._stack() and (root or alone):
                 self._calls.clear()
                 self._running.calls = Counter()
@@ -257,7 +258,7 @@ class Trace:
 
         def unpack(packed: Any) -> Tensor:
             tensor = packed[0] if outer is None else outer[1](packed)
-            if torch._C._current_graph_task_id() != -1:  # somebody reads a `_saved_*` attribute otherwise
+            if graph_task() != NO_BACKWARD:  # somebody reads a `_saved_*` attribute otherwise
                 self._record("unpack", self._node().where, first_shape(tensor), self._node().inside)
             return unhold(packed) if outer is None else tensor
 
@@ -269,7 +270,7 @@ class Trace:
     def _record(self, kind: str, where: str, shape: Any, inside: tuple[str, ...] | None = None) -> None:
         if self._removed:
             return
-        run = torch._C._current_graph_task_id()  # -1 outside backward
+        run = graph_task()  # -1 outside backward
         if kind.startswith("optimizer"):
             phase = "step"
         elif kind.startswith("forward") or kind == "pack":
