@@ -1080,6 +1080,7 @@ def test_run_ends_in_a_model_that_raises_errors_of_its_own(x):
         f.run(x[:, :2])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ended_inside_its_forward_is_forgotten(model, x):
     def end_the_thread(module, args, output):
         if threading.current_thread() is not threading.main_thread():
