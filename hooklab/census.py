@@ -27,7 +27,8 @@ class HookRecord:
 
     Attributes:
         kind: PyTorch's word: `"forward hook"`, `"tensor hook"`, `"retain_grad"`, `"saved-tensor hooks"`, …
-        place: the module, parameter or tensor that it is on, or `"everywhere"` for a global one.
+        place: the module, parameter or tensor that it is on, `"everywhere"` for a global one, or `"this thread"` for
+            saved-tensor hooks.
         function: the qualified name of the function; empty for retain_grad, which has none.
         file, line: where the function is written; None for what has no source in Python.
         options: those that were switched on, such as `("with_kwargs",)`.

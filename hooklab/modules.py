@@ -287,8 +287,9 @@ def layer_statistics(
 def clip_gradients(model: nn.Module, min: float | None = None, max: float | None = None) -> Installed:
     """Move every entry of every parameter's gradient into [min, max], in every backward.
 
-    A tensor hook on each parameter that requires a gradient now. It clips what one backward brings, before it is
-    added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum afterwards.
+    A tensor hook on each parameter that requires a gradient now. It clips what one backward brings (of a reentrant
+    checkpoint each part by itself), before it is added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum
+    afterwards.
 
     Args:
         model: the module whose parameters are hooked.

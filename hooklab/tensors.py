@@ -69,8 +69,8 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
 
     The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again. A computed
     tensor is a new one in each step: watch it inside the step. `history` keeps every gradient; in a long
-    run make a new watch per step. A hook stays with the value that the tensor had when it was hung: watch
-    after edits in place, not before.
+    run make a new watch per step. On a computed tensor a hook stays with the value that it had when the hook
+    was hung: watch after edits in place, not before.
 
     Args:
         **tensors: the tensors to watch, each under the name you give it. Any shape, any device; each
