@@ -4,6 +4,7 @@ import math
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -19,30 +20,38 @@ class Room:
     """So many bytes may be in it at a time; one tensor always may, however large."""
 
     def __init__(self, nbytes: float):
-        self.nbytes, self._entered = nbytes, 0
+        self.nbytes, self.entered = nbytes, 0
         # Never wait to note how many bytes go: the collector may do it in a thread that holds the lock of a store.
         self.left: deque[int] = deque()
 
     @property
     def used(self) -> int:
         while self.left:
-            self._entered -= self.left.popleft()
-        return self._entered
+            self.entered -= self.left.popleft()
+        return self.entered
 
-    def enter(self, packed: "Packed", nbytes: int) -> bool:
-        """True if it is inside, also from before."""
-        if packed.room is not self:
-            if self.used and self.used + nbytes > self.nbytes:
-                return False
-            packed.room, packed.inside = self, nbytes
-            self._entered += nbytes
-        return True
+    def enter(self, nbytes: int, memory: Any = None) -> "Stay | None":
+        """None if there is no room."""
+        full = self.used and self.used + nbytes > self.nbytes
+        return None if full else Stay(self, nbytes, memory)
+
+
+class Stay:
+    """Bytes in a room. They leave it when nobody holds this any more."""
+
+    def __init__(self, room: Room, nbytes: int, memory: Any):
+        self.room, self.nbytes, self.memory = room, nbytes, memory
+        room.entered += nbytes
+
+    @eager
+    def __del__(self) -> None:
+        self.room.left.append(self.nbytes)
 
 
 class Packed:
     """One saved tensor, and what is needed to give it back. It goes when the graph goes."""
 
-    room: Room | None = None  # None: in the store, and nowhere else
+    stay: Stay | None = None  # None: in the store, and nowhere else
 
     def __init__(self, queue: "Queue", tensor: Tensor):
         self.queue, self.number = queue, queue.count
@@ -58,42 +67,35 @@ class Packed:
     def move(self) -> None:
         """Write the content to the store. Of the tensor only the version counter stays."""
         self.slot = self.queue.store.write(self.geometry.flat(self.tensor))
-        self.counter, self.tensor = version_probe(self.tensor), None
-        self.leave()
+        self.counter, self.tensor, self.stay = version_probe(self.tensor), None, None
 
     def content(self) -> Tensor:
         """The tensor as it was. Saved twice, it is read once, if there is room to keep it so long."""
-        if self.room is self.queue.waiting:
+        if self.is_in(self.queue.waiting):
             return unhold((self.tensor, self.version))
         edits = 0 if self.tensor is None else self.tensor._version  # by a backward that was given it
         if (found := self.counter._version + edits) != self.version:
             refuse_edited(f"{self.counter.type()} {list(self.geometry.shape)}", found, self.version)
         if self.tensor is None:
             self.tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data  # whose version is 0
-            self.left = self.uses
-            self.leave()
+            self.left, self.stay = self.uses, None
         tensor, self.left = self.tensor, self.left - 1
-        if self.left <= 0 or not self.queue.again.enter(self, tensor.untyped_storage().nbytes()):
-            self.tensor = None
-            self.leave()
+        if self.left > 0 and not self.is_in(self.queue.again):
+            self.stay = self.queue.again.enter(tensor.untyped_storage().nbytes())
+        if self.left <= 0 or self.stay is None:
+            self.tensor = self.stay = None
         return tensor
 
     def read_ahead(self) -> bool:
         """Begin to read; False if there is no room."""
-        if self.room is None and self.queue.ahead.enter(self, self.nbytes):
-            try:
+        if self.stay is None and (stay := self.queue.ahead.enter(self.nbytes)):
+            with suppress(OSError, RuntimeError):  # it was a hint; what is really wrong, `read` will say
                 self.queue.store.prefetch(self.slot)
-            except (OSError, RuntimeError):  # it was a hint; what is really wrong, `read` will say
-                self.leave()
-        return self.room is not None
+                self.stay = stay
+        return self.stay is not None
 
-    @eager
-    def leave(self) -> None:
-        if self.room is not None:
-            self.room.left.append(self.inside)
-            self.room = None
-
-    __del__ = leave
+    def is_in(self, room: Room) -> bool:
+        return self.stay is not None and self.stay.room is room
 
 
 class Queue:
@@ -108,6 +110,7 @@ class Queue:
         # By place and version, and by number.
         self.found: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
         self.packed: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
+        self.memories: weakref.WeakValueDictionary[int, Stay] = weakref.WeakValueDictionary()  # that wait
         self.count = self.oldest = 0  # the numbers before the oldest have moved
         self.reached = -1  # how far reading ahead has come
         self.saved_bytes = self.moved_bytes = 0
@@ -122,7 +125,9 @@ class Queue:
             # A new storage may have the id of a dead one.
             if packed is None or packed.storage() is not storage:
                 self.found[key] = self.packed[self.count] = packed = Packed(self, tensor)
-                self.waiting.enter(packed, packed.nbytes)
+                # Its whole memory waits with it, and counts once, however many share it.
+                packed.stay = self.memories.get(id(storage)) or self.waiting.enter(storage.nbytes(), storage)
+                self.memories[id(storage)] = packed.stay
                 self.count += 1
                 self.saved_bytes += packed.nbytes
                 self.make_room()
@@ -151,7 +156,7 @@ class Queue:
     def read_ahead(self, number: int) -> None:
         """Backward goes from the newest to the oldest: go on where the last hint ended, while there is room."""
         last = self.packed.get(self.reached)
-        if last is not None and last.room is not None:  # it still waits to be used
+        if last is not None and last.stay is not None:  # it still waits to be used
             number = min(number, last.number)
         while (older := self.packed.get(number - 1)) is not None and older.read_ahead():
             number -= 1

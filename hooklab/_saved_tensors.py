@@ -16,7 +16,7 @@ from torch.autograd import graph
 from hooklab import _packing
 from hooklab._compiler import eager, refuse_compiling
 from hooklab._table import table
-from hooklab._walk import CALL, first_shape
+from hooklab._walk import CALL, first_shape, node_name
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
 
@@ -200,7 +200,7 @@ class SavedTensors(Sequence[SavedTensor]):
         if type(node).__name__ not in SAVES_NOTHING:
             # Those of an operation that failed are gone. A checkpoint saves its input by itself: its Nodes are not ours.
             for saved in self._unnamed if self._reached() else ():
-                saved.record.operation = type(node).__name__
+                saved.record.operation = node_name(node)
             self._unnamed.clear()
 
     def _reached(self) -> bool:
@@ -242,7 +242,7 @@ def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
             return outer[1](saved)
         if NODE_CREATION_HOOK is None and not saved.record.operation:
             node = torch._C._current_autograd_node()  # None outside backward
-            saved.record.operation = "" if node is None else node.name()
+            saved.record.operation = "" if node is None else node_name(node)
         return outer[1](saved.content)
 
     pack.hooklab_outer = outer

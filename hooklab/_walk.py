@@ -23,6 +23,7 @@ __all__ = [
     "gradient_node",
     "leave",
     "map_tensors",
+    "node_name",
     "outermost",
     "shapes",
     "tensors_in",
@@ -40,6 +41,12 @@ def gradient_node(tensor: Tensor) -> Node:
         except RuntimeError:  # it asks for a view, which no sparse and no strided nested leaf has
             with enable_grad():
                 return tensor.clone().grad_fn.next_functions[0][0]
+
+
+def node_name(node: Node) -> str:
+    """PyTorch's name, `"MulBackward0"`; that of its class in Python, but for those that are only called CppFunction."""
+    name = type(node).__name__
+    return node.name() if name == "CppFunction" else name
 
 
 def behind(root: Node) -> Iterator[Node]:

@@ -18,7 +18,7 @@ from hooklab import _plots, _timeline
 from hooklab._graphviz import NotDrawn, svg_from_dot
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, short
-from hooklab._walk import first_shape, tensors_in
+from hooklab._walk import first_shape, node_name, tensors_in
 from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
@@ -379,7 +379,7 @@ def _checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
         if tensor.grad_fn is not None and tensor is not t:
             raise ValueError(
                 f"graph: params[{name!r}] was computed, so it has no box of its own: it is the arrow that leaves "
-                f"{tensor.grad_fn.name()}; only leaves and the result can be named"
+                f"{node_name(tensor.grad_fn)}; only leaves and the result can be named"
             )
     return names
 
@@ -402,7 +402,7 @@ def _leaves_first(root: Node) -> Iterator[Node]:
 def _edges(t: Tensor, nodes: list[Node], names: dict[int, str], saved: bool) -> Iterator[str]:
     label, used = {}, Counter()
     for node in nodes:
-        kind = type(node).__name__
+        kind = node_name(node)
         used[kind] += 1
         label[node] = kind if used[kind] == 1 else f"{kind} #{used[kind]}"
         if hasattr(type(node), "variable"):  # AccumulateGrad
@@ -464,7 +464,8 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 1_000 + 4 * len(nodes)))  # make_dot calls itself once per Node
         try:
-            with patch.multiple(torchviz.dot, create=True, getattr=read, hasattr=has):
+            own = {"getattr": read, "hasattr": has, "get_fn_name": lambda node, *_: node_name(node)}
+            with patch.multiple(torchviz.dot, create=True, **own):
                 dot = torchviz.make_dot(t, params=names, show_saved=saved)
         except Exception as error:
             raise NotDrawn(f"torchviz cannot draw this graph: {type(error).__name__}: {error}") from None

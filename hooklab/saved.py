@@ -60,7 +60,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
 
     The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and
     buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
-    changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike; not those of a
+    changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on
+    the GPUs of the tensors that a segment is given (inside an object they do not count); not those of a
     `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart. All else that a
     block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that
     change an output (take them off after backward), attributes that are no buffers, globals. Blocks may write into a
@@ -83,7 +84,7 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place, or the
             tensors and lists that an object in it holds (where its first block has `inplace=True` itself, the input
             is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers, was edited or given
-            other memory (`.data = ...`, `model.to`) in between.
+            other memory (`.data = ...`, `model.to`) in between. An edit through `.data` (`p.data.mul_(2)`) is not noticed.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. The parameters are those of the forward, also where
@@ -118,7 +119,8 @@ class Offload:
             counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files;
             `hooklab.stores.Disk(folder)` for another place. Or a store of your own: `write(tensor) -> slot` and
             `read(slot) -> tensor`, both 1-D.
-        keep: bytes that may stay: the newest, which backward wants first.
+        keep: bytes that may stay: the newest, which backward wants first. Of a slice all the memory behind it counts,
+            once for all slices of it.
         prefetch: bytes that may be read ahead in backward, where the store can, and as many that wait to be used
             again; of each at least one tensor. 0: nothing is read ahead.
         min_bytes: what lies in a smaller memory than this stays.
@@ -137,7 +139,7 @@ class Offload:
             edited in place, as without `Offload`.
         NotImplementedError: on entry, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
 
-    If nothing was saved in a block with grad on, a warning says so.
+    If nothing was saved in a block with grad on, a warning says so (where `model` is given).
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
     One memory that is saved in two shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.

@@ -20,7 +20,7 @@ from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compil
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
-from hooklab._walk import behind, first_shape, forget_interrupted, gradient_node, leave, tensors_in
+from hooklab._walk import behind, first_shape, forget_interrupted, gradient_node, leave, node_name, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
 
@@ -184,7 +184,7 @@ class Trace:
         if self._mark in node.metadata:
             return
         node.metadata[self._mark] = True
-        kind, inside = type(node).__name__, self._inside()
+        kind, inside = node_name(node), self._inside()
         leaf = node.variable if hasattr(type(node), "variable") else None
         where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
 

@@ -117,6 +117,13 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
     """Put `notebook` into normal form, in place: only what a reader or a test needs."""
     notebook.metadata = nbformat.from_dict(NOTEBOOK_METADATA)
     count = 0
+    for node in notebook.cells:
+        node.source = node.source.strip("\n")
+        if node.cell_type == "code":
+            count += 1
+            node.execution_count = count
+            node.outputs = [_normal_output(output, count) for output in _merged(node.outputs)]
+    # What a cell prints may come in pieces, never the same ones: how high it is shows when they are merged.
     for node, kind in zip(notebook.cells, slide_types(notebook), strict=True):
         node.metadata["slideshow"] = {"slide_type": kind}
         node.metadata = nbformat.from_dict(
@@ -124,11 +131,6 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
         )
         if kind is None:
             del node.metadata["slideshow"]
-        node.source = node.source.strip("\n")
-        if node.cell_type == "code":
-            count += 1
-            node.execution_count = count
-            node.outputs = [_normal_output(output, count) for output in _merged(node.outputs)]
     return notebook
 
 

@@ -100,6 +100,17 @@ def test_nodes_of_one_name_are_told_apart():
     assert "MulBackward0 -> MulBackward0 #2" in draw.graph(chain(2)).facts
 
 
+def test_operations_on_lists_have_their_names():
+    x = torch.ones(2, requires_grad=True)
+    picture = draw.graph(torch._foreach_exp([x])[0], {"x": x})
+    assert picture.facts.splitlines()[1:] == [
+        "AccumulateGrad -> ForeachExpBackward0",
+        "ForeachExpBackward0 -> result (2)",
+    ]
+    assert "ForeachExpBackward0" in picture.svg
+    assert "CppFunction" not in picture.svg
+
+
 def test_names_may_come_from_a_module():
     layer = torch.nn.Linear(2, 1)
     facts = draw.graph(layer(torch.ones(1, 2)), layer.named_parameters()).facts
@@ -268,7 +279,7 @@ def test_a_function_that_saves_none_is_drawn():
 def test_what_torchviz_cannot_draw_is_told_in_words(monkeypatch):
     import torchviz
 
-    monkeypatch.setattr(torchviz.dot, "get_fn_name", lambda *args: 1 / 0)
+    monkeypatch.setattr(torchviz.dot, "Digraph", lambda **options: 1 / 0)
     picture = draw.graph(chain(1))
     assert picture.svg is None
     assert "torchviz cannot draw this graph: ZeroDivisionError" in picture.reason

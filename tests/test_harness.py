@@ -398,3 +398,22 @@ def test_refresh_says_what_ended_a_run(source, said, tmp_path, monkeypatch, caps
 def test_normalising_twice_changes_nothing():
     once = notebook_form.normalise(notebook_form.read(REAL))
     assert json.dumps(notebook_form.normalise(copy.deepcopy(once))) == json.dumps(once)
+
+
+def test_what_a_cell_prints_may_come_in_pieces():
+    whole = notebook_form.normalise(notebook_form.read(REAL))
+    pieces = copy.deepcopy(whole)
+    for one in pieces.cells:
+        if one.cell_type == "code":
+            one.outputs = [part for output in one.outputs for part in in_pieces(output)]
+    assert sum(len(one.get("outputs", [])) for one in pieces.cells) > sum(
+        len(one.get("outputs", [])) for one in whole.cells
+    )
+    assert json.dumps(notebook_form.normalise(pieces)) == json.dumps(whole)
+
+
+def in_pieces(output):
+    """A stream as a kernel may send it: a line at a time, and the end of a line by itself."""
+    if output.output_type != "stream":
+        return [output]
+    return [nbformat.from_dict({**output, "text": part}) for line in output.text.splitlines() for part in (line, "\n")]

@@ -154,6 +154,36 @@ def test_the_newest_may_stay():
     y.sum().backward()
 
 
+def test_what_may_stay_is_counted_with_the_whole_memory_that_a_slice_keeps():
+    w, memories, products = leaf(10), [], []
+    with Offload(to=CountingStore(), min_bytes=0, keep=1_000) as offload:
+        for _ in range(5):
+            table = torch.ones(100, 10)
+            memories.append(weakref.ref(table.untyped_storage()))
+            products.append(w * table[0])
+            del table
+    assert sum(memory() is not None for memory in memories) == 0
+    assert (offload.moved_bytes, offload.kept_bytes) == (5 * 40, 0)
+    torch.stack(products).sum().backward()
+    assert torch.equal(w.grad, torch.full((10,), 5.0))
+
+
+def test_a_memory_that_several_slices_share_counts_once():
+    w, memories = leaf(10), []
+    with Offload(to=CountingStore(), min_bytes=0, keep=2 * 4_000) as offload:
+        for _ in range(3):
+            table = torch.ones(100, 10)
+            memories.append(weakref.ref(table.untyped_storage()))
+            w = (w * table[0]) * table[1] * table[2]
+            del table
+    assert [memory() is not None for memory in memories] == [False, True, True]
+    assert offload.moved_bytes > 0
+    assert offload._queue.waiting.used <= 2 * 4_000
+    w.sum().backward()
+    assert offload._queue.waiting.used == 0
+    assert dict(offload._queue.memories) == {}
+
+
 @pytest.mark.parametrize("keep", [0, 100, 2_500, EVERYTHING])
 def test_gradients_are_the_same_at_every_budget(keep, store):
     model = mlp(8, 16, 4)

@@ -49,12 +49,24 @@ def test_every_saved_tensor_has_its_operation_shape_dtype_and_bytes():
         (lambda x: x.softmax(0).log(), ["SoftmaxBackward0", "LogBackward0"]),
         (lambda x: Twice.apply(x), ["TwiceBackward"]),
         (lambda x: nn.functional.linear(x[None], torch.ones(2, 3)), ["MmBackward0"]),
+        (lambda x: torch._foreach_exp([x]), ["ForeachExpBackward0"]),
+        (lambda x: Named.apply(x), ["NamedBackward"]),
     ],
 )
 def test_operations_are_named_by_the_node_that_saves(compute, operations):
     with saved_tensors() as saved:
         compute(leaf(3))
     assert [one.operation for one in saved] == operations
+
+
+class Named(torch.autograd.Function):
+    """Its `ctx.name` hides the method of every Node."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "mine"
+        ctx.save_for_backward(x)
+        return x.clone()
 
 
 class Twice(torch.autograd.Function):

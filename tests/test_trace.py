@@ -56,6 +56,14 @@ def test_a_computed_tensor_has_the_order_that_was_observed_by_hand():
     assert [event.inferred for event in seen] == [False, True, False, False]
 
 
+def test_operations_on_lists_have_their_names():
+    y = torch._foreach_exp([torch.ones(2, requires_grad=True)])[0]
+    with trace(y=y) as traced:
+        y.sum().backward()
+    assert "ForeachExpBackward0" in {event.where for event in traced.events}
+    assert "CppFunction" not in str(traced)
+
+
 def test_a_leaf_has_the_order_that_was_observed_by_hand():
     x = torch.ones(2, requires_grad=True)
     by_hand = []

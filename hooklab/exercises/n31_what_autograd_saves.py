@@ -532,8 +532,8 @@ NEEDED = Exercise(
         "not_names": lambda: "x, r, mask",
         "returned_nothing": lambda: print(end=""),
     },
-    zh="两条规矩：导数里有谁就存谁，没人要的梯度不为它存。",
-    en="Two rules: what the derivative contains is saved, and nothing is for a gradient that nobody wants.",
+    zh="两条规矩：导数里有谁就存谁，没人要的梯度，多半不为它存。",
+    en="Two rules: what the derivative contains is saved, and as a rule nothing is for a gradient that nobody wants.",
 )
 
 # ---- 31.C: the layer that holds most ----

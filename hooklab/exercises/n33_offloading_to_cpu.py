@@ -649,14 +649,15 @@ SAVE_TO = Exercise(
 def zeros_store():
     class Store:
         def write(self, tensor):
-            filled = tensor.view(torch.uint8).view(len(tensor), -1).any(1).bool()
-            return filled, tensor[filled]
+            rows = tensor.view(torch.uint8).view(len(tensor), -1)
+            filled = rows.any(1).bool()
+            return filled, rows[filled], tensor.dtype
 
         def read(self, slot):
-            filled, values = slot
-            tensor = values.new_zeros(len(filled))
-            tensor[filled] = values
-            return tensor
+            filled, values, dtype = slot
+            rows = values.new_zeros(len(filled), values.shape[1])
+            rows[filled] = values
+            return rows.view(-1).view(dtype)
 
     return Store()
 
