@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from threading import get_ident
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -15,9 +14,9 @@ from hooklab import _refuse
 from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._installed import Installed
-from hooklab._packing import outer_hooks
+from hooklab._packing import has_memory, outer_hooks
 from hooklab._select import groups, is_gathered, uncompiled
-from hooklab._walk import called_by_itself, map_tensors, outermost, tensors_in
+from hooklab._walk import called_by_itself, is_running, map_tensors, outermost, tensors_in
 
 __all__ = ["Enough", "Features"]
 
@@ -48,7 +47,7 @@ class Features(Installed, Mapping[str, Any]):
         self._log: deque[tuple[str, Any, Any]] = deque()  # the outputs of the last forward, by first names
         # Of layers called since then by themselves, or in a call of a part of the model: the same, and which call.
         self._alone: dict[str, list[tuple[Any, Any]]] = {}
-        self._within: dict[str, ref | None] = {}
+        self._within: dict[str, Callable[[], object]] = {}
         self._modules = set(uncompiled(model).modules())
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
@@ -214,6 +213,8 @@ class Features(Installed, Mapping[str, Any]):
         again = recomputing(self._task)
         if not self._handles or (again and self._detaches) or (self._whole and not self._wanted):
             return
+        if self._is_elsewhere() and is_running(uncompiled(self._model)):
+            return
         # Also in a recomputation, which has to draw the random numbers that the forward has drawn.
         try:
             with apart():
@@ -235,9 +236,9 @@ class Features(Installed, Mapping[str, Any]):
     def _record_alone(self, name: str, record: tuple[Any, Any]) -> None:
         """The outermost call of a part of the model counts as a forward: `vae.encode` calls `vae.encoder`."""
         call, known = outermost(self._modules), self._within.get(name)
-        if call is None or known is None or known() is not call:
+        if call is None or known is None or known() is not call():
             self._alone[name] = []
-            self._within[name] = None if call is None else ref(call)
+            self._within[name] = call
         self._alone[name].append(record)
 
     @eager
@@ -249,10 +250,14 @@ class Features(Installed, Mapping[str, Any]):
         """True in the thread that `run` was called in."""
         return get_ident() == self._thread
 
+    def _is_elsewhere(self) -> bool:
+        """True in another thread than the one that is in `run`; its forwards of the model are not ours."""
+        return self._thread != 0 and not self._runs_here()
+
     @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         thread, running = get_ident(), self._running
-        if recomputing(self._task) or not self._handles:
+        if recomputing(self._task) or not self._handles or self._is_elsewhere():
             return
         if running and thread in running:
             if not called_by_itself(module):
@@ -263,7 +268,7 @@ class Features(Installed, Mapping[str, Any]):
             for other in noted:
                 if other not in alive and other in running:
                     running.remove(other)  # it ended in its forward
-        if not running:
+        if not running or (self._thread and thread not in running):
             self._forwards += 1
             self._log.clear()
             self._alone.clear()
@@ -306,9 +311,10 @@ class Features(Installed, Mapping[str, Any]):
             close = get_close_matches(str(name), self._first) or list(self._first)[:5]
             raise KeyError(f"features: {name!r} was not asked for; asked for: {_refuse.listed(close)}")
         if not self._forwards:
+            watched = [uncompiled(self._model)] if self._model is not None else []
+            watched += [module for module, names in self._groups if name in names]
             raise KeyError(
-                f"features: no output of {name!r} yet; run the model inside the block "
-                "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
+                f"features: no output of {name!r} yet; run the model inside the block {_refuse.why_silent(watched)}"
             )
         raise KeyError(
             f"features: the last forward did not call {name!r}: it was skipped, or its forward is called directly, or "
@@ -316,14 +322,19 @@ class Features(Installed, Mapping[str, Any]):
         )
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:
+        what = None
         if _versions(kept) != versions:
+            what = (
+                "has been overwritten in place since the layer returned it, by a later layer such as ReLU(inplace=True) or "
+                "by `+=`"
+            )
+        elif any(map(_is_freed, tensors_in(kept))):  # to read it would end the process
+            what = "has no memory any more: something that can compute it again has freed it, as reversible networks do"
+        if what is not None:
             cure = f"features(model, {name!r}, keep=lambda t: t.detach().clone())"
             if not self._detaches:
                 cure = "let `keep` end in .clone(), or take keep=with_grad without copy=False"
-            raise RuntimeError(
-                f"features: the output of {name!r} has been overwritten in place since the layer returned it, by a "
-                f"later layer such as ReLU(inplace=True) or by `+=`; keep a copy of its own: {cure}"
-            )
+            raise RuntimeError(f"features: the output of {name!r} {what}; keep a copy of its own: {cure}")
         # A reentrant checkpoint of the whole model gives its output a graph afterwards.
         late = self._detaches and isinstance(kept, Tensor) and kept.requires_grad
         return kept.detach() if late else kept
@@ -350,6 +361,10 @@ class Calls(Mapping[str, list[Any]]):
 
 def _blame_keep(error: Exception, name: str) -> None:
     error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    return has_memory(tensor) and not tensor.untyped_storage().nbytes()
 
 
 def _versions(kept: Any) -> Any:

@@ -26,11 +26,13 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         super().__init__()
         self.of = of
         self._running: dict[str, Running] = {}
+        self._why_silent: dict[str, str] = {}
         hook_for = self._on_output if of == "output" else self._on_gradient
         try:
             for module, names in groups(layers):
                 running = Running(bins, range)  # one for all names of a shared module
                 self._running.update(dict.fromkeys(names, running))
+                self._why_silent.update(dict.fromkeys(names, _refuse.why_silent([module])))
                 self._handles.append(
                     module.register_forward_hook(hook_for(running), with_kwargs=of != "output")
                 )
@@ -58,10 +60,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
                     "run the model and backward() inside the block (a view that the next layer edits in place, as after "
                     "nn.Flatten or nn.InstanceNorm2d, gets none: use inplace=False there)"
                 )
-            raise KeyError(
-                f"layer_statistics: no {missing} of {name!r} yet; {todo} (a compiled model may ignore hooks: compile it "
-                "inside the block, after torch.compiler.reset())"
-            )
+            raise KeyError(f"layer_statistics: no {missing} of {name!r} yet; {todo} {self._why_silent[name]}")
         return self._running[name].read()
 
     def __contains__(self, name: object) -> bool:

@@ -10,6 +10,7 @@ from torch.autograd import graph
 from hooklab._compiler import eager
 
 __all__ = [
+    "has_memory",
     "hold",
     "installed",
     "is_parameter",
@@ -55,6 +56,11 @@ def is_plain(tensor: Tensor) -> bool:
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor._is_zerotensor())
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """True for a plain tensor whose memory can be asked for: of those inside torch.func's transforms it cannot."""
+    return is_plain(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def refuse_edited(what: str, found: int, expected: int) -> None:
     """In autograd's own words."""
     raise RuntimeError(
@@ -72,8 +78,8 @@ def warn_of_nothing(what: str, model: nn.Module | None) -> None:
     """At the end of a block in which nothing was saved, though something should have been."""
     if model is not None and torch.is_grad_enabled():
         warnings.warn(
-            f"{what}: nothing was saved for backward by this block: was the model called there, with grad on? Another "
-            "saved-tensor context (Offload, save_on_cpu), opened inside, takes what is saved in it.",
+            f"{what}: nothing was saved for backward by this block: was the model called there, in this thread, with grad "
+            "on? Another saved-tensor context (Offload, save_on_cpu), opened inside, takes what is saved in it.",
             stacklevel=3,
         )
 

@@ -17,6 +17,7 @@ __all__ = [
     "not_callable",
     "number",
     "unhookable",
+    "why_silent",
     "within",
 ]
 
@@ -24,6 +25,14 @@ __all__ = [
 def listed(names: Iterable[str]) -> str:
     """Names as one would type them: `'0'` is no number, and `''` is the model itself."""
     return ", ".join(repr(name) if name else "'' (the model itself)" for name in names)
+
+
+def why_silent(modules: Iterable[nn.Module]) -> str:
+    """Why hooks on these may not have fired, though the model has run."""
+    own = [type(module).__name__ for module in modules if type(module).__call__ is not nn.Module.__call__]
+    if own:
+        return f"({own[0]} has a __call__ of its own: where that calls forward directly, no hook fires)"
+    return "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
 
 
 def unhookable(function: str, name: str, tensor: object) -> None:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab import _refuse
 from hooklab._compiler import compiling
-from hooklab._packing import is_plain, refuse_edited
+from hooklab._packing import has_memory, is_plain, refuse_edited
+from hooklab._select import uncompiled
 from hooklab._walk import within
 
 __all__ = ["Segments"]
@@ -145,8 +146,7 @@ def _version(value: Any) -> int | None:
 
 def _memory(tensor: Tensor) -> StorageWeakRef | None:
     """What `.data = ...` replaces; None where there is no memory to speak of, or it is gathered for each use."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) and not wrapped else None
+    return StorageWeakRef(tensor.untyped_storage()) if has_memory(tensor) else None
 
 
 class State:
@@ -325,7 +325,7 @@ def _checked(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequenti
         )
     if not plan:
         raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
-    modules, found = dict(model.named_modules(remove_duplicate=False)), {}
+    modules, found = dict(uncompiled(model).named_modules(remove_duplicate=False)), {}
     for name, blocks in plan.items():
         module = _sequential(modules, name)
         _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)

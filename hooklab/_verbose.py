@@ -96,6 +96,7 @@ class Verbose(Installed):
         self._lines += 1
         local.calls[label] = call = local.calls.get(label, 0) + 1
         name = label if call == 1 else f"{label} #{call}"
+        self._names = max(self._names, min(MAX_NAME, len(name)))
         kind = type(module).__name__
         self._write(f"{name.ljust(self._names)}  {kind.ljust(self._types)}  {shapes(output)}".rstrip())
 

@@ -3,11 +3,12 @@
 import copy
 import dataclasses
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 from torch import Size, Tensor, enable_grad, inference_mode, nn
 from torch.autograd.graph import Node, get_gradient_edge
@@ -21,6 +22,7 @@ __all__ = [
     "first_shape",
     "forget_interrupted",
     "gradient_node",
+    "is_running",
     "leave",
     "map_tensors",
     "node_name",
@@ -78,22 +80,35 @@ def leave(running: list[tuple], module: nn.Module) -> bool:
 
 def called_by_itself(module: nn.Module) -> bool:
     """True if a call of `module` is running inside another call of it."""
-    calls, frame = 0, sys._getframe()
-    while frame is not None:
-        calls += frame.f_code is CALL and frame.f_locals["self"] is module
-        frame = frame.f_back
-    return calls > 1
+    return sum(frame["self"] is module for frame in _calls()) > 1
 
 
-def outermost(modules: set[nn.Module]) -> MethodType | None:
-    """An object that lives as long as the outermost call of one of `modules` that is running; None where there is none."""
-    found, frame = None, sys._getframe()
+def is_running(module: nn.Module) -> bool:
+    """True if a call of `module` is running in this thread."""
+    return any(frame["self"] is module for frame in _calls())
+
+
+def outermost(modules: set[nn.Module]) -> Callable[[], object] | None:
+    """Leads to an object that is new in each call: in the outermost one of `modules` that is running, if any."""
+    found = None
+    for frame in _calls():
+        if frame["self"] in modules:
+            found = frame
+    if found is None:
+        return None
+    forward, kwargs = found.get("forward_call"), found["kwargs"]
+    if isinstance(forward, MethodType) and "forward" not in vars(forward.__self__):
+        return ref(forward)  # bound anew in each call
+    return lambda: kwargs  # an empty dictionary, mostly
+
+
+def _calls() -> Iterator[Mapping[str, Any]]:
+    """The names of each call of a module that is running in this thread, the innermost first."""
+    frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is CALL and frame.f_locals["self"] in modules:
-            found = frame.f_locals.get("forward_call")  # its `forward`, bound anew in each call
+        if frame.f_code is CALL:
+            yield frame.f_locals
         frame = frame.f_back
-    own = isinstance(found, MethodType) and "forward" not in vars(found.__self__)
-    return found if own else None
 
 
 def forget_interrupted(running: list[tuple], root: nn.Module) -> None:
@@ -103,12 +118,12 @@ def forget_interrupted(running: list[tuple], root: nn.Module) -> None:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts, dataclasses and a TensorDict; of a PackedSequence its data."""
+    """The tensors in nested tuples, lists, dicts (UserDict, too), dataclasses and a TensorDict; of a PackedSequence its data."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PackedSequence):
         yield value.data
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | UserDict):
         for item in value.values():
             yield from tensors_in(item)
     elif isinstance(value, list | tuple):
@@ -148,6 +163,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
             if name in value and value[name] is item:  # a dict whose keys are attributes, too
                 object.__setattr__(new, name, new[name])
+        return new
+    if isinstance(value, UserDict):  # as a BatchEncoding, which tokenizers return
+        new = copy.copy(value)
+        new.data = map_tensors(function, value.data)
         return new
     if _is_dataclass(value) and _holds_its_fields(value):
         new = copy.copy(value)
@@ -216,7 +235,7 @@ def shapes(value: object) -> str:
         return f"({', '.join(map(shapes, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, list):
         return f"[{', '.join(map(shapes, value))}]"
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         return "{" + ", ".join(f"{key!r}: {shapes(item)}" for key, item in value.items()) + "}"
     if _is_dataclass(value):
         names = _set_fields(value)

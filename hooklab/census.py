@@ -58,9 +58,10 @@ class HookLeak(RuntimeError):
     def __init__(self, hooks: list[HookRecord]):
         self.hooks = hooks
         lines = "\n".join(f"  {hook}" for hook in hooks)
-        super().__init__(
-            f"{len(hooks)} hook(s) outlived the block; keep the handles and call .remove():\n{lines}"
-        )
+        cure = "keep the handles and call .remove()"
+        if all(hook.owner == "torch" for hook in hooks):
+            cure = "undo there what put them on (remove_weight_norm, remove_spectral_norm, …), or do it before the block"
+        super().__init__(f"{len(hooks)} hook(s) outlived the block; {cure}:\n{lines}")
 
     def __reduce__(self) -> tuple:
         return HookLeak, (self.hooks,)

@@ -73,8 +73,9 @@ def verbose(
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`, with more than three `a = b = … (5 names)`. A forward that raises ends with a
         line that names the innermost layer that failed, the shapes it was given and the error; one that calls none
-        of the layers has a line that says so. Recomputation under checkpointing is not written (except in threads that
-        a layer starts inside a reentrant one); nor is an error in a forward hook that was put on the model itself later.
+        of the layers has a line that says so. What runs in a backward (recomputation under checkpointing, the adjoint
+        of a solver) is not written (except in threads that a layer starts inside a reentrant checkpoint); nor is an
+        error in a forward hook that was put on the model itself later.
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; a layer that has no forward; `depth` is no whole number, or
@@ -121,17 +122,19 @@ def features(
             graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
             dicts, dataclasses and a `TensorDict` it is applied to each tensor; objects of other classes are
             kept as they are, with their graph (the cache of a transformer: run that with `use_cache=False`).
-            Under checkpointing it runs in the recomputation too, where what it returns is dropped: if it draws random
-            numbers, let the block begin before the forward and end after backward.
+            What is kept under `torch.vmap` belongs to that transform, and cannot be read after it. Under checkpointing
+            `keep` runs in the recomputation too, where what it returns is dropped: if it draws random numbers, let the
+            block begin before the forward and end after backward.
 
     Returns:
         A `Features`, a read-only mapping. `f["layer4"]` is the last output of the layer, `f.calls["layer4"]` a list
         of all of the last forward (a layer may be called several times). A new forward of the model begins anew, and
-        so does, for its layers, a call of a part of it from outside (`vae.encoder(x)`); recomputation under
-        checkpointing is not counted (except in threads that a layer starts inside a reentrant one).
+        so does, for its layers, a call of a part of it from outside (`vae.encoder(x)`); what runs in a backward
+        (recomputation under checkpointing, the adjoint of a solver) is not counted (except in threads that a layer
+        starts inside a reentrant checkpoint). Forwards of several threads at the same time count as one.
         `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and returns `f`;
-        under FSDP, and where `accelerate` has hooked a layer, that forward goes to its end. Under `nn.DataParallel` give
-        the wrapper.
+        forwards in other threads do not count then. Under FSDP, and where `accelerate` has hooked a layer, that forward
+        goes to its end. Under `nn.DataParallel` give the wrapper.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
@@ -255,8 +258,9 @@ def layer_statistics(
         `.history` (calls, bins). Mean, std, min and max are those of the finite entries, as
         torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of tuples,
         lists, dicts and dataclasses every tensor is counted, of other objects nothing, of complex tensors the
-        absolute value; meta and fake tensors have no figures but `.calls` and `.count`. Recomputation under
-        checkpointing is not counted (except in threads that a layer starts inside a reentrant one).
+        absolute value; meta and fake tensors have no figures but `.calls` and `.count`. Of
+        `"output"` what runs in a backward (recomputation under checkpointing, the adjoint of a solver) is not counted
+        (except in threads that a layer starts inside a reentrant checkpoint).
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or nothing counted yet.

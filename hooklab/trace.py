@@ -202,6 +202,8 @@ class Trace:
 
     def _on_forward_pre(self, label: str, *, root: bool) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
+            if self._removed:  # a copy of the model still has hooks
+                return
             if root:
                 forget_interrupted(self._stack(), module)
             # Also a part of the model that is called by itself begins a forward; in other threads (those of replicas)
@@ -220,6 +222,8 @@ class Trace:
 
     def _on_forward(self, label: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
+            if self._removed:
+                return
             stack = self._stack()
             # It did not where an earlier pre-hook raised, or the trace began inside this call.
             began = leave(stack, module)

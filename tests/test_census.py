@@ -326,3 +326,21 @@ def test_a_wrapper_that_only_calls_itself_an_optimizer_is_refused():
         TypeError, match="Wrapper is a wrapper without hooks of its own; ask the optimizer inside it"
     ):
         hooks_on(Wrapper(inner))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_hooks_of_pytorch_itself_have_no_handles_to_keep():
+    layer = nn.Linear(2, 2)
+    with (
+        pytest.raises(HookLeak, match=r"undo there what put them on \(remove_weight_norm"),
+        no_leftovers(layer),
+    ):
+        nn.utils.weight_norm(layer)
+    with no_leftovers(layer):
+        nn.utils.remove_weight_norm(layer)
+    with (
+        pytest.raises(HookLeak, match=r"2 hook.*keep the handles and call \.remove\(\)"),
+        no_leftovers(layer),
+    ):
+        nn.utils.weight_norm(layer)
+        layer.register_forward_hook(print)

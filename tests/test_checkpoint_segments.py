@@ -298,6 +298,16 @@ def test_inside_a_compiled_model_it_is_right_though_not_compiled(backend):
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_has_the_names_of_the_one_inside():
+    compiled = torch.compile(net(), backend="eager")
+    with checkpoint_segments(compiled, {"body": 2}) as segments:
+        compiled(torch.randn(8, 4)).sum().backward()
+    assert repr(segments) == "Segments(removed)"
+    with pytest.raises(KeyError, match="no layer is called 'bodi'; close: 'body'"):
+        checkpoint_segments(compiled, {"bodi": 1})
+    torch._dynamo.reset()
+
+
 def test_with_fullgraph_it_is_refused_in_words():
     torch._dynamo.reset()
     model = net()

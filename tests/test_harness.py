@@ -416,4 +416,8 @@ def in_pieces(output):
     """A stream as a kernel may send it: a line at a time, and the end of a line by itself."""
     if output.output_type != "stream":
         return [output]
-    return [nbformat.from_dict({**output, "text": part}) for line in output.text.splitlines() for part in (line, "\n")]
+    return [
+        nbformat.from_dict({**output, "text": part})
+        for line in output.text.splitlines()
+        for part in (line, "\n")
+    ]

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -724,3 +725,13 @@ def test_a_scripted_block_takes_no_hooks_and_is_passed_over():
     called = {event.where for event in traced.events if event.kind == "forward hook"}
     assert called == {"Sequential", "0", "2"}
     assert any(event.phase == "backward" for event in traced.events)
+
+
+def test_a_copy_made_inside_the_block_goes_through_no_graph_after_it(net, batch, monkeypatch):
+    with trace(net):
+        twin = copy.deepcopy(net)
+    monkeypatch.setattr(
+        sys.modules["hooklab.trace"], "behind", lambda root: pytest.fail("a graph was walked")
+    )
+    twin(batch).sum().backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())

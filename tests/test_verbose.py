@@ -376,3 +376,23 @@ def test_layers_that_quantization_puts_in_place_of_others_run(look):
         model(x).sum().backward()
     model(x).sum().backward()
     assert type(model[0]).__module__.startswith("torch.ao")
+
+
+def test_the_columns_make_room_for_the_number_of_a_call():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf, self.b = nn.Linear(2, 2), nn.Tanh()
+
+        def forward(self, x):
+            return self.b(self.leaf(self.leaf(self.b(x))))
+
+    model, lines = Twice(), []
+    with verbose(model, write=lines.append):
+        model(torch.ones(1, 2))
+    assert lines == [
+        "b     Tanh    [1, 2]",
+        "leaf  Linear  [1, 2]",
+        "leaf #2  Linear  [1, 2]",
+        "b #2     Tanh    [1, 2]",
+    ]
