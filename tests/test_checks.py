@@ -645,12 +645,13 @@ class ValuesInTheStore:
         self.values = []
 
     def write(self, tensor):
-        filled, values = n33.zeros_store().write(tensor)
+        filled, values, dtype = n33.zeros_store().write(tensor)
         self.values.append(values)
-        return filled, len(self.values) - 1
+        return filled, len(self.values) - 1, dtype
 
     def read(self, slot):
-        return n33.zeros_store().read((slot[0], self.values[slot[1]]))
+        filled, number, dtype = slot
+        return n33.zeros_store().read((filled, self.values[number], dtype))
 
 
 class TinyIsZero(FreedWithItsSlot):

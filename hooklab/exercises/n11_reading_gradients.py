@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from hooklab.exercises._left_alone import leaves_as_it_was
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
 
 # ---- 11.A: the gradient of any tensor, without touching a .grad ----
@@ -34,7 +35,7 @@ def examine_gradient_of(answer):
 
 
 def _examine_gradient(got, want, tensor, touched):
-    if isinstance(got, tuple | list):
+    if isinstance(got, tuple | list) and all(item is None or isinstance(item, Tensor) for item in got):
         refuse(
             "tuple",
             zh=f"返回的是长度为 {len(got)} 的 `{type(got).__name__}`。`torch.autograd.grad` 给每个输入各返回一个梯度，这里只要一个张量。",
@@ -102,6 +103,7 @@ GRADIENT_OF = Exercise(
     examine_gradient_of,
     gradient_of,
     {
+        "wrong_type": lambda loss, tensor: gradient_of(loss, tensor).tolist(),
         "tuple": lambda loss, tensor: torch.autograd.grad(loss, tensor),
         "filled_grad": filled_only_its_own,
         "got_none": got_none,
@@ -321,7 +323,9 @@ class _HalfUsed(nn.Module):
 def examine_without_gradient(answer):
     model = _HalfUsed()
     model(torch.randn(4, 2)).sum().backward()
-    _examine_names(answer(model))
+    with leaves_as_it_was(model):
+        got = answer(model)
+    _examine_names(got)
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other[0](torch.randn(4, 2)).sum().backward()
     if sorted(answer(other)) != ["1.bias", "1.weight"]:
@@ -381,6 +385,14 @@ def by_layers(model):
     return [f"{name}.{missing}" for name, layer in layers for missing in without_gradient(layer)]
 
 
+def fills_with_zeros(model):
+    names = without_gradient(model)
+    for name in names:
+        param = model.get_parameter(name)
+        param.grad = torch.zeros_like(param)
+    return names
+
+
 def named(model, is_listed):
     return [name for name, param in model.named_parameters() if is_listed(param)]
 
@@ -396,6 +408,7 @@ WITHOUT_GRADIENT = Exercise(
         "one_model_only": lambda model: ["forgotten.weight", "forgotten.bias", "own"],
         "missed": lambda model: [name for name in without_gradient(model) if name.endswith("weight")],
         "missed_own": by_layers,
+        "changed_model": fills_with_zeros,
         "not_names": lambda model: [param for param in model.parameters() if param.grad is None],
         "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
     },

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from hooklab.exercises._left_alone import refuse_removing_others
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_latest_call
 
 # ---- 12.A: a hook maker that caps the norm of the gradient ----
@@ -27,7 +28,7 @@ def examine_cap(answer):
                 zh=f"`cap(2.0)` 应当返回一个钩子，也就是一个函数；得到的是 `{type(made).__name__}`。",
                 en=f"`cap(2.0)` should return a hook, which is a function; found `{type(made).__name__}`.",
             )
-    for grad in (torch.tensor([3.0, 4.0]), torch.tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)):
+    for grad in (torch.tensor([1.0, 4.0]), torch.tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)):
         _examine_large(hook, grad, grad * (2.0 / grad.norm()))
     spread = torch.full((3,), -1.9)  # no entry is above the limit, the norm is
     _examine_large(hook, spread, spread * (2.0 / spread.norm()))
@@ -206,6 +207,8 @@ class _Sum(nn.Module):
 def examine_decay(answer):
     model, x, strength = _Stack(), torch.tensor([2.0, -3.0]), 0.5
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    (model(x) * 3).sum().backward()
+    given = {name: param.grad for name, param in model.named_parameters()}
     handles = answer(model, strength)
     if any(not torch.equal(param, values[name]) for name, param in model.named_parameters()):
         refuse(
@@ -219,6 +222,13 @@ def examine_decay(answer):
             zh="有一个参数本来是冻结的，`requires_grad` 是 `False`，现在成了 `True`，以后会被训练。这样的参数应当跳过。",
             en="A parameter was frozen, with `requires_grad` `False`; now it is `True` and the parameter will train. Leave such "
             "parameters out.",
+        )
+    if any(param.grad is not given[name] for name, param in model.named_parameters()):
+        refuse(
+            "cleared_gradients",
+            zh="挂钩子之前，参数已经有了 `.grad`，现在没了，或者换成了别的。`decay` 只该挂上钩子。",
+            en="The parameters had a `.grad` before any hook was hung, and now it is gone, or another one. `decay` should only "
+            "hang hooks.",
         )
     if not isinstance(handles, list | tuple) or not all(hasattr(handle, "remove") for handle in handles):
         refuse(
@@ -458,6 +468,7 @@ DECAY = Exercise(
         ),
         "edited_in_place": decay_in_place,
         "not_removable": decay_one_handle,
+        "cleared_gradients": lambda model, strength: model.zero_grad() or decay(model, strength),
         "latest_call": decay_by_the_latest,
     },
     zh="每个参数都按自己在反向时的值加了一份，冻结的不受影响，钩子也能全部取下。",
@@ -484,11 +495,13 @@ def examine_freeze_rows(answer):
             _examine_frozen(answer, factors.to(dtype), rows, weight_first)
     weights, frozen = [nn.Parameter(torch.ones(4, 2)) for _ in range(2)], ([0, 3], [1])
     for weight, rows in zip(weights, frozen, strict=True):
-        answer(weight, rows)
+        answer(weight, list(rows))
     for weight, rows in zip(weights, frozen, strict=True):
         weight.sum().backward()
         if [row for row in range(4) if not weight.grad[row].any()] != rows:
             refuse_latest_call()
+    weight = nn.Parameter(torch.ones(4, 2))
+    refuse_removing_others(weight.register_hook, lambda: answer(weight, [1]))
 
 
 def _examine_frozen(answer, factors, rows, weight_first):
@@ -500,7 +513,15 @@ def _examine_frozen(answer, factors, rows, weight_first):
         (both * factors * times).sum().backward()
         return weight.grad
 
-    handle = answer(weight, list(rows))
+    given = list(rows)
+    handle = answer(weight, given)
+    if given != rows:
+        refuse(
+            "changed_rows",
+            zh=f"`rows` 是调用者的列表，原来是 `{rows}`，你的函数返回以后成了 `{given}`。只读它，不要改它。",
+            en=f"`rows` is the caller's list; it was `{rows}`, and after your function has returned it is `{given}`. Read it, do "
+            "not change it.",
+        )
     if not weight.requires_grad:
         refuse(
             "no_gradient",
@@ -688,11 +709,30 @@ def freeze_the_latest(weight, rows):
     return weight.register_hook(hook)
 
 
+class _Cleared:
+    """A handle that takes off whatever is there."""
+
+    def __init__(self, weight, handle):
+        self.weight = weight
+
+    def remove(self):
+        self.weight._backward_hooks.clear()
+
+
+def freeze_and_empty(weight, rows):
+    keep = torch.ones(len(weight), 1)
+    while rows:
+        keep[rows.pop()] = 0
+    return _masked(weight, keep)
+
+
 FREEZE_ROWS = Exercise(
     "12.C",
     examine_freeze_rows,
     freeze_rows,
     {
+        "changed_rows": freeze_and_empty,
+        "removed_others": lambda weight, rows: _Cleared(weight, freeze_rows(weight, rows)),
         "edited_in_place": freeze_in_place,
         "first_only": freeze_once,
         "not_frozen": lambda weight, rows: weight[rows].register_hook(lambda grad: grad * 0),

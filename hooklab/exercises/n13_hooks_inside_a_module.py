@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from hooklab.exercises._left_alone import leaves_as_it_was, refuse_removing_others
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
 
 # ---- 13.A: for use inside forward: values as they are, no negative gradient ----
@@ -307,6 +308,7 @@ def examine_hook_output(answer):
     _examine_quiet(layer, first.detach())
     handle.remove()
     _examine_removed(layer, first.detach(), seen)
+    refuse_removing_others(layer.register_forward_hook, lambda: answer(layer, hook))
 
 
 def _outcome(run):
@@ -622,11 +624,22 @@ def in_training_only(module, hook):
     return module.register_forward_hook(hang)
 
 
+class _Cleared:
+    """A handle that takes off whatever is there."""
+
+    def __init__(self, module, handle):
+        self.module = module
+
+    def remove(self):
+        self.module._forward_hooks.clear()
+
+
 HOOK_OUTPUT = Exercise(
     "13.B",
     examine_hook_output,
     hook_output,
     {
+        "removed_others": lambda module, hook: _Cleared(module, hook_output(module, hook)),
         "replaced_output": replaced_output,
         "changed_output": changed_output,
         "called_in_forward": called_in_forward,
@@ -711,7 +724,8 @@ def _order(answer, model):
     x, child = torch.randn(4, 2), next(model.children())
     handle = child.register_forward_hook(lambda module, args, output: None)
     try:
-        order = answer(model, x)
+        with leaves_as_it_was(model, gradients=False):
+            order = answer(model, x)
     except (RuntimeError, TypeError, AttributeError) as error:
         if "RemovableHandle" in str(error):
             refuse(
@@ -1023,11 +1037,18 @@ def from_weights(model, x):
     return order
 
 
+def without_in_place(model, x):
+    for module in model.modules():
+        module.inplace = False
+    return arrival_order(model, x)
+
+
 ARRIVAL_ORDER = Exercise(
     "13.C",
     examine_arrival_order,
     arrival_order,
     {
+        "changed_model": without_in_place,
         "last_name": last_name,
         "forward_order": in_forward,
         "unused_counted": lambda model, x: [name for name, _ in model.named_children()][::-1],

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from hooklab.census import hooks_on
+from hooklab.exercises._left_alone import refuse_removing_others
 from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse, refuse_from_before
 from hooklab.modules import select
 
@@ -71,6 +72,7 @@ def examine_normalise(answer):
     _examine_all_gone(before, module)
     _examine_another(answer, original)
     _examine_gradient(answer)
+    refuse_removing_others(module.register_forward_pre_hook, lambda: answer(module, 1.0, 2.0))
 
 
 def _call_with_keyword(module, x, mask):
@@ -289,11 +291,22 @@ def normalise_for_ever(module, mean, std):
     return nn.Identity().register_forward_hook(print)
 
 
+class _Cleared:
+    """A handle that takes off whatever is there."""
+
+    def __init__(self, module, handle):
+        self.module = module
+
+    def remove(self):
+        self.module._forward_pre_hooks.clear()
+
+
 NORMALISE = Exercise(
     "21.A",
     examine_normalise,
     normalise,
     {
+        "removed_others": lambda module, mean, std: _Cleared(module, normalise(module, mean, std)),
         "rest_lost": lambda module, mean, std: module.register_forward_pre_hook(
             lambda module, args: (args[0] - mean) / std
         ),

@@ -719,6 +719,12 @@ def _examine_names(got):
             zh=f"`{containers}` 里面还有别的模块，不是叶子。",
             en=f"`{containers}` have other modules inside: no leaf modules.",
         )
+    if found & CALLED == CALLED:
+        refuse(
+            "called_listed",
+            zh="被调用过的叶子模块，你也全列出来了。先记下哪些被调用过，再从全部叶子模块里去掉它们。",
+            en="You list every leaf module that was called, too. Note which ones are called, and leave these out.",
+        )
     if "again" in found or "norm" in found:
         refuse(
             "shared",
@@ -914,6 +920,9 @@ NEVER_CALLED = Exercise(
     examine_never_called,
     never_called,
     {
+        "called_listed": lambda model, x: [
+            name for name, module in model.named_modules() if not list(module.children())
+        ],
         "fast_path": never_global,
         "containers": never_all_modules,
         "missed_out_proj": lambda model, x: [

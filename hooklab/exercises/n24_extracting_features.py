@@ -1,6 +1,6 @@
 """Checks of notebook 24: extracting features."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 
 import torch
@@ -112,6 +112,9 @@ def examine_feature(answer):
         lambda module, args: cut.append(_is_cut(args[0], model.body[0].weight))
     )
     want = model.body[0](BRIGHT).detach()
+    tools, finished = [], []
+    model.register_forward_pre_hook(lambda module, args: tools.extend(_written_in(module.body[0])))
+    model.head.register_forward_hook(lambda module, args, output: finished.append(1))
     model.body[0].register_forward_hook(lambda module, args, output: passed.append(output.data_ptr()))
     model.body[1].register_forward_pre_hook(lambda module, args: passed.append(args[0].data_ptr()))
     hooks, attributes, x = _Hooks(model), _attributes(model), BRIGHT.clone()
@@ -121,6 +124,19 @@ def examine_feature(answer):
         more = hooks.left()
     _examine_input(x, BRIGHT)
     _examine_run(passed)
+    if "hooklab._features" in tools:
+        refuse(
+            "ready_made",
+            zh="这是 `features` 挂的钩子。这道题要亲手写：自己的钩子只要几行。",
+            en="This is the hook of `features`. Write one by hand here; a few lines are enough.",
+        )
+    if not finished:
+        refuse(
+            "stopped",
+            zh="`body.0` 后面的层没有运行：前向被你的钩子中断了。题目要的是运行一次模型，后面的层仍要收到原来的张量。",
+            en="The layers behind `body.0` did not run: your hook has ended the forward. The model is to run once, and later layers "
+            "still get the original tensor.",
+        )
     if any(cut):
         refuse(
             "cut_in_place",
@@ -142,6 +158,11 @@ def examine_feature(answer):
     _examine_where_grad_is_off(lambda: answer(_Net(), "body.0", BRIGHT.clone()))
     _examine_failing(answer)
     _examine_unreached(answer)
+
+
+def _written_in(layer):
+    """The modules that the forward hooks of a layer come from."""
+    return [getattr(hook, "__module__", "") for hook in layer._forward_hooks.values()]
 
 
 def _is_cut(output, weight):
@@ -461,11 +482,34 @@ def hid_error(model, name, x):
     return kept[name]
 
 
+def with_features(model, name, x):
+    with features(model, name, keep=lambda output: output.detach().clone()) as f:
+        model(x)
+    return f[name]
+
+
+def by_ending_the_forward(model, name, x):
+    class Enough(Exception):
+        pass
+
+    kept = {}
+
+    def keep(module, args, output):
+        kept[name] = output.detach().clone()
+        raise Enough
+
+    with model.get_submodule(name).register_forward_hook(keep), suppress(Enough):
+        model(x)
+    return kept[name]
+
+
 FEATURE = Exercise(
     "24.A",
     examine_feature,
     feature,
     {
+        "ready_made": with_features,
+        "stopped": by_ending_the_forward,
         "overwritten": _feature_with(Tensor.detach),
         "keeps_graph": _feature_with(Tensor.clone),
         "requires_grad": lambda *given: feature(*given).requires_grad_(),

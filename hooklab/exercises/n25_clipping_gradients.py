@@ -251,7 +251,15 @@ def _examine_groups(answer, bounds):
     model, tokens = _LanguageModel(), torch.randint(5, (4, 6))
     plain = {name: grad.clone() for name, grad in _gradients(model, tokens).items()}
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    given = {name: param.grad for name, param in model.named_parameters()}
     handles = answer(model, dict(bounds))
+    if any(param.grad is not given[name] for name, param in model.named_parameters()):
+        refuse(
+            "cleared_gradients",
+            zh="挂钩子之前，参数已经有了 `.grad`，现在没了，或者换成了别的。这个函数只该挂上钩子。",
+            en="The parameters had a `.grad` before any hook was hung, and now it is gone, or another one. The function should "
+            "only hang hooks.",
+        )
     found = handles if isinstance(handles, list | tuple) else [handles]
     wrong = [item for item in found if isinstance(item, list | tuple) or not hasattr(item, "remove")]
     if wrong or not isinstance(handles, list | tuple):
@@ -276,6 +284,16 @@ def _examine_groups(answer, bounds):
             zh="第一次反向裁剪得对，第二次却不一样了：从此每一次反向都要裁剪。",
             en="Right in the first backward, different in the second: from now on every backward is to be clipped.",
         )
+    (10 * model(tokens).square().sum()).backward()  # onto the gradients of the last one
+    for name, param in model.named_parameters():
+        if name in first and not torch.allclose(param.grad, 2 * first[name]):
+            refuse(
+                "clipped_sum",
+                zh=f"连做两次反向，中间不清零，`{name}` 的 `.grad` 应当正好加倍，实际不是：裁剪的是 `.grad` 里的和，不是每次反向带来的那一份"
+                "（第 6 节）。",
+                en=f"Two backwards without clearing in between should double the `.grad` of `{name}`, and do not: what is clipped "
+                "is the sum in `.grad`, not what each backward brings (section 6).",
+            )
     for handle in handles:
         handle.remove()
     if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, tokens).items()):
@@ -473,11 +491,29 @@ def group_norm(bound):
     return lambda grad: grad * (bound / grad.norm()).clamp(max=1)
 
 
+def group_afterwards(model, bounds):
+    def hook_for(bound):
+        def hook(param):
+            param.grad.clamp_(-bound, bound)
+
+        return hook
+
+    return [
+        param.register_post_accumulate_grad_hook(hook_for(bound))
+        for pattern, bound in bounds.items()
+        for layer in select(model, pattern).values()
+        for param in layer.parameters()
+        if param.requires_grad
+    ]
+
+
 GROUPS = Exercise(
     "25.B",
     examine_groups,
     clip_by_group,
     {
+        "cleared_gradients": lambda model, bounds: model.zero_grad() or clip_by_group(model, bounds),
+        "clipped_sum": group_afterwards,
         "last_bound": group_last_bound,
         "edited_in_place": lambda model, bounds: _hang(
             model, bounds, lambda bound: lambda grad: grad.clamp_(-bound, bound)

@@ -236,9 +236,11 @@ def _explain_count(function, words, got, want):
     if got == 0:
         refuse(
             "nothing_counted",
-            zh=seen_zh + "一个也没数到：`function` 是在钩子打开的时候、带着梯度运行的吗？",
+            zh=seen_zh
+            + "要么一个也没数到：`function` 是在钩子打开的时候、带着梯度运行的吗？要么化成更大的单位时舍掉了：要的是字节。",
             en=seen_en
-            + "Nothing was counted: did `function` run while the hooks were on, and with gradients?",
+            + "Either nothing was counted: did `function` run while the hooks were on, and with gradients? Or it was lost in a larger "
+            "unit: bytes are wanted.",
         )
     refuse("wrong_count", zh=seen_zh, en=seen_en.strip())
 

@@ -29,10 +29,13 @@ def _pair(got):
             en="The function returned `None`; a pair of hooks is wanted.",
         )
     if not isinstance(got, tuple | list) or len(got) != 2 or not all(map(callable, got)):
+        kinds = type(got).__name__
+        if isinstance(got, tuple | list):
+            kinds = f"({', '.join(type(item).__name__ for item in got)})"
         refuse(
             "not_a_pair",
-            zh=f"应当返回 `(pack, unpack)` 两个函数，得到的是 `{type(got).__name__}`。",
-            en=f"Return two functions, `(pack, unpack)`; found a `{type(got).__name__}`.",
+            zh=f"应当返回 `(pack, unpack)` 两个函数，得到的是 `{kinds}`。",
+            en=f"Return two functions, `(pack, unpack)`; found `{kinds}`.",
         )
     return got
 
@@ -838,6 +841,7 @@ def examine_large_only(answer):
     pair = _pair(answer(*INNER["tensor"], 100))
     _examine_leak(pair)
     _examine_edit(pair)
+    _examine_equal_edit(pair)
     for kind, inner in INNER.items():
         _examine_values(answer(*inner, 100), kind)
     _examine_late_edit(pair)
@@ -973,6 +977,35 @@ def _examine_edit(pair):
             "false_alarm",
             zh="一个张量在保存之前改过一次，保存之后没有再改，解包却抛出了 `RuntimeError`。",
             en="A tensor was edited before it was saved and never after; unpacking it raised a `RuntimeError` all the same.",
+        )
+
+
+def _examine_equal_edit(pair):
+    x = torch.zeros(3, requires_grad=True)
+    with saved_tensors_hooks(*pair):
+        y = x.exp()
+    y.mul_(1)
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        pass
+    else:
+        refuse(
+            "same_values",
+            zh="一个小张量保存之后执行了 `mul_(1)`，数值没变，没有钩子时 PyTorch 照样报错，这里却没有：要看的是改过没有，不是数值。",
+            en="After a small tensor was saved, `mul_(1)` ran: the values are the same, and without hooks PyTorch raises all the "
+            "same; here nothing is raised. Look at whether it was edited, not at its values.",
+        )
+    with saved_tensors_hooks(*pair):
+        y = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True).exp()
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        refuse(
+            "nan_differs",
+            zh="一个小张量里有 `nan`，谁也没有改它，解包却抛出了 `RuntimeError`：`nan` 和谁都不相等，和自己也不。",
+            en="A small tensor has a `nan` in it and was edited by nobody; unpacking raised a `RuntimeError` all the same. `nan` "
+            "equals nothing, not even itself.",
         )
 
 
@@ -1169,11 +1202,33 @@ def _large_copied(pack, unpack, at_least):
     return large_only(lambda saved: pack(saved.clone()), unpack, at_least)
 
 
+def _by_values(same):
+    def guarded(packed):
+        if not same(*packed):
+            raise RuntimeError("edited")
+        return packed[0]
+
+    return _large_only(lambda saved: (saved.detach(), saved.detach().clone()), guarded)
+
+
+def _by_values_and_versions(pack, unpack, at_least):
+    def guarded(packed):
+        tensor, then, version = packed
+        if tensor._version != version or not torch.equal(tensor, then):
+            raise RuntimeError("edited")
+        return tensor
+
+    keep = lambda saved: (saved.detach(), saved.detach().clone(), saved._version)  # noqa: E731
+    return _large_only(keep, guarded)(pack, unpack, at_least)
+
+
 LARGE_ONLY = Exercise(
     "34.C",
     examine_large_only,
     large_only,
     {
+        "same_values": _by_values(lambda now, then: torch.equal(now.nan_to_num(), then.nan_to_num())),
+        "nan_differs": _by_values_and_versions,
         "leaks": _as_in_the_sources,
         "edit_unnoticed": _large_only(Tensor.detach, lambda kept: kept),
         "false_alarm": _large_only(Tensor.detach, _never_edited),
