@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from inspect import isfunction
 from pathlib import Path
+from types import FunctionType
 
 import notebook_form
 import numpy as np
@@ -1072,3 +1073,78 @@ def test_every_refusal_has_a_wrong_answer_and_nothing_is_left_over(path):
     used |= set(re.findall(r"\w+", Path(__file__).read_text(encoding="utf-8"))) | {"CHECKS"}
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assert defined <= used
+
+
+# ---- what an answer has changed, though its results are right ----
+
+
+def other_modes(given):
+    for model in given:
+        if isinstance(model, torch.nn.Module):
+            model.train(not model.training)
+
+
+def frozen(given):
+    for model in given:
+        if isinstance(model, torch.nn.Module):
+            model.requires_grad_(False)
+
+
+def without_gradients(given):
+    for model in given:
+        if isinstance(model, torch.nn.Module):
+            model.zero_grad()
+
+
+def other_values(given):
+    for tensor in given:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            with torch.no_grad():
+                tensor.mul_(1.5)
+
+
+def emptied(given):
+    for container in given:
+        if isinstance(container, list | dict | set):
+            container.clear()
+
+
+def noted(given):
+    """What of `given` a damage can change, as text."""
+    facts = []
+    for one in given:
+        if isinstance(one, torch.nn.Module):
+            facts += [(module.training,) for module in one.modules()]
+            facts += [(param.requires_grad, param.grad is None) for param in one.parameters()]
+        elif isinstance(one, torch.Tensor):
+            facts.append(None if one.is_meta else one.detach().tolist())
+        elif isinstance(one, list | dict | set):
+            facts.append(len(one))
+    return str(facts)
+
+
+DAMAGES = (other_modes, frozen, without_gradients, other_values, emptied)
+# These run a backward of their own: afterwards nobody can tell whose gradients those were.
+RUN_BACKWARD = {"13.C", "22.B"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
+def test_a_right_answer_that_changes_what_it_was_given_is_refused(exercise, damage):
+    if not isinstance(exercise.solution, FunctionType):
+        pytest.skip("this one is no function")
+    damaged = []
+
+    def answer(*args, **kwargs):
+        result = exercise.solution(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        before = noted(given)
+        damage(given)
+        damaged.append(noted(given) != before)
+        return result
+
+    message = check.exercise(exercise, answer)
+    if not any(damaged) or (damage is without_gradients and exercise.id in RUN_BACKWARD):
+        assert message.kind == "right"
+        return
+    assert message.kind == "wrong", "a damage was not noticed"

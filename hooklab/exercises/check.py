@@ -35,6 +35,7 @@ from torch.nn.modules import module as modules
 from hooklab._agree import agree, as_meant, shown
 from hooklab._message import Message
 from hooklab._walk import within
+from hooklab.exercises._effects import watched
 
 __all__ = [
     "Exercise",
@@ -112,8 +113,16 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
                     en=f"The function itself is wanted; found `{type(answer).__name__}`. Was it called, with one pair of "
                     "parentheses too many?",
                 )
+            changes: list[tuple[str, str]] = []
             with _no_global_hooks(), grad_stays_on():
-                task.examine(answer)
+                task.examine(watched(answer, changes))
+            if changes:
+                zh, en = changes[0]
+                refuse(
+                    "changed_given",
+                    zh=f"结果都对，可是你的函数改动了它收到的东西：{zh}。",
+                    en=f"The results are right, but your function has changed what it was given: {en}.",
+                )
     except Refused as refused:
         return refused.message
     except Exception as error:
