@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterable
+import unicodedata
 from typing import Any
 
 import torch
@@ -10,30 +10,35 @@ from torch import Tensor
 
 __all__ = ["agree", "as_meant", "shown"]
 
+# Of a Chinese keyboard or a web page; NFKC knows the full-width ones.
+SIGNS = str.maketrans(dict.fromkeys("“”„「」『』", '"') | dict.fromkeys("‘’", "'") | {"\N{MINUS SIGN}": "-"})
+BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
+FRACTION = re.compile(r"([+-]?\d+\.?\d*)\s*/\s*(\d+\.?\d*)")
+
 
 def agree(guess: Any, actual: Any) -> bool:
     """True if `guess` means the same as `actual`: see `hooklab.exercises.check.predict`."""
     guess, actual = _plain(guess), _plain(actual)
+    if isinstance(guess, str):
+        guess = _typed(guess)
+        if guess.casefold() == shown(actual).casefold():
+            return True
     if isinstance(actual, set | frozenset):
-        if isinstance(guess, str) and {guess.strip().casefold()} == {str(item).casefold() for item in actual}:
-            return True  # one name of several words
-        return _names(guess) == {str(item).casefold() for item in actual}
-    if isinstance(actual, str) and isinstance(guess, list | tuple | set | frozenset) and len(guess) == 1:
-        (guess,) = guess
-    if isinstance(guess, str) and not isinstance(actual, str):
+        return {str(item).casefold() for item in actual} in _names(guess)
+    if isinstance(actual, str):
+        return _as_text(guess).casefold() == actual.strip().casefold()
+    if isinstance(guess, str):
         guess = _literal(guess)
-    if isinstance(guess, str) or isinstance(actual, str) or guess is None or actual is None:
-        return str(guess).strip().casefold() == str(actual).strip().casefold()
+    if isinstance(actual, list | tuple):
+        return _in_order(guess, actual)
+    if isinstance(guess, list | tuple | set | frozenset) and len(guess) == 1:
+        return agree(*guess, actual)
+    if isinstance(guess, str) or guess is None or actual is None:
+        return str(guess).casefold() == str(actual).casefold()
     if isinstance(guess, bool) or isinstance(actual, bool):
         return guess is actual
     if isinstance(guess, int) and isinstance(actual, int):
         return guess == actual
-    if isinstance(guess, set | frozenset) and len(guess) > 1:
-        return False  # it has no order
-    if _holds_words(guess) or _holds_words(actual):
-        if not (isinstance(guess, Iterable) and isinstance(actual, Iterable)):
-            return False
-        return [str(item).casefold() for item in guess] == [str(item).casefold() for item in actual]
     return _close(guess, actual)
 
 
@@ -41,8 +46,8 @@ def as_meant(guess: Any, actual: Any) -> Any:
     """`guess`, with 24,000 as one number where one was asked for; Python makes the tuple (24, 0) of it."""
     if isinstance(_plain(actual), bool) or not isinstance(_plain(actual), int | float):
         return guess
-    if isinstance(guess, str) and re.fullmatch(r"\s*-?\d{1,3}(,\d{3})+\s*", guess):
-        return int(guess.replace(",", ""))
+    if isinstance(guess, str) and re.fullmatch(r"-?\d{1,3}(,\d{3})+", _typed(guess)):
+        return int(_typed(guess).replace(",", ""))
     if isinstance(guess, tuple) and len(guess) > 1 and all(type(part) is int for part in guess):
         first, *rest = guess
         if 0 < abs(first) < 1000 and all(0 <= part < 1000 for part in rest):
@@ -51,17 +56,18 @@ def as_meant(guess: Any, actual: Any) -> Any:
     return guess
 
 
-def shown(value: Any) -> str:
-    """`value` as short text that is the same in every run."""
+def shown(value: Any, *, braces: bool = False) -> str:
+    """`value` as short text that is the same in every run; a set with its braces, or just the names."""
     value = _plain(value)
     if isinstance(value, float):
         text = f"{value:.4g}"
         return text if re.search("[.en]", text) else f"{text}.0"
     if isinstance(value, set | frozenset):
-        return ", ".join(sorted(map(shown, value))) or "nothing"
+        names = ", ".join(sorted(map(shown, value)))
+        return f"{{{names}}}" if braces else names or "nothing"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(shown, value)) + "]"
-    return str(value)
+    return str(value).replace("`", "'") or "''"
 
 
 def _plain(value: Any) -> Any:
@@ -69,12 +75,49 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) or type(value).__module__ == "numpy" else value
 
 
+def _typed(text: str) -> str:
+    """A guess in quotes as one would type it in Python, without quotes inside the quotes."""
+    text = unicodedata.normalize("NFKC", text).translate(SIGNS).strip()
+    return text[1:-1].strip() if re.fullmatch(r"""(["'`])[^"'`]*\1""", text) else text
+
+
 def _literal(text: str) -> Any:
-    """What a guess in quotes would be without them: "[1, 2]", "true", "None"."""
+    """What a guess in quotes would be without them: "[1, 2]", "true", "None", "1/3"."""
+    if (parts := FRACTION.fullmatch(text)) and float(parts[2]):
+        return float(parts[1]) / float(parts[2])
     try:
-        return ast.literal_eval(text.strip().capitalize() if text.strip().isalpha() else text.strip())
+        return ast.literal_eval(text.capitalize() if text.isalpha() else text)
     except (ValueError, SyntaxError):
         return text
+
+
+def _parts(text: str) -> list[str]:
+    """The names or numbers of a guess that is one text: "Linear, Sequential", "[2，4]", "E C D"."""
+    inner = text[1:-1] if re.fullmatch(r"\[.*\]|\(.*\)", text) else text
+    return [_typed(part) for part in BETWEEN.split(inner)] if BETWEEN.search(inner) else inner.split()
+
+
+def _as_text(guess: Any) -> str:
+    """A guess where a text was asked for: the one in a list, or letters that stand apart as one word."""
+    if isinstance(guess, list | tuple | set | frozenset) and len(guess) == 1:
+        (guess,) = guess
+    parts = _parts(guess) if isinstance(guess, str) else guess
+    if isinstance(parts, list | tuple) and all(isinstance(part, str) and len(part) == 1 for part in parts):
+        return "".join(parts)
+    return _typed(str(guess))
+
+
+def _in_order(guess: Any, actual: list | tuple) -> bool:
+    if isinstance(guess, str):
+        guess = _parts(guess)
+    if isinstance(guess, set | frozenset) and len(guess) == 1:
+        guess = list(guess)
+    if isinstance(guess, list | tuple) and len(guess) == len(actual):
+        pairs = list(zip(guess, actual, strict=True))
+        guess = [_literal(_typed(one)) if isinstance(one, str) else one for one in guess]
+        if _holds_words(guess) or _holds_words(actual):
+            return all(agree(one, other) for one, other in pairs)
+    return _close(guess, actual)
 
 
 def _close(guess: Any, actual: Any) -> bool:
@@ -95,12 +138,15 @@ def _holds_words(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
 
 
-def _names(guess: Any) -> set[str]:
+def _names(guess: Any) -> list[set[str]]:
+    """The sets of names that a guess may mean: a name may have several words."""
     if isinstance(guess, str):
         written = _literal(guess)
-        words = set(re.findall(r"[\w.]+", guess, re.ASCII)) - {"and"}
-        guess = written if isinstance(written, set | list | tuple) else words
+        if not isinstance(written, set | list | tuple):
+            inner, words = guess.strip("{} "), re.findall(r"[\w.]+", BETWEEN.sub(" ", guess))
+            return [{name.casefold() for name in names} for names in ([inner], _parts(inner), words)]
+        guess = written
     try:
-        return {str(item).casefold() for item in guess}
+        return [{_typed(str(item)).casefold() for item in guess}]
     except TypeError:  # one number, say, where names were asked for
-        return {str(guess)}
+        return [{str(guess)}]

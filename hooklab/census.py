@@ -226,4 +226,5 @@ def _short(file: str) -> str:
     """The name of a file; a cell of a notebook has none that is the same in every run."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    return "notebook cell" if shell is not None and shell.compile.format_code_name(file) else Path(file).name
+    in_cell = shell is not None and (file == "<timed exec>" or shell.compile.format_code_name(file))  # %%time
+    return "notebook cell" if in_cell else Path(file).name

@@ -3,6 +3,8 @@
 `python -m hooklab.lesson` says in both languages what is missing and how to get it.
 """
 
+import dis
+import json
 import os
 import re
 import sys
@@ -27,7 +29,7 @@ def start() -> None:
     """Make what the cells print the same on every machine. Prints nothing; calling it again is harmless.
 
     Two threads (or HOOKLAB_THREADS), four decimals, one-line warnings without a path, figures of one size,
-    errors that show the lines of the cells and not PyTorch's.
+    errors that show the lines of the cells and not PyTorch's, and pictures that say in words what is drawn in them.
 
     Raises:
         RuntimeError: PyTorch is older than the course needs, or HOOKLAB_THREADS is no positive number.
@@ -40,7 +42,7 @@ def start() -> None:
     warnings.filterwarnings("default", module="__main__")  # once for each line of a cell
     if (shell := _ipython()) is not None:
         _set_figures(shell)
-        shell.set_custom_exc((Exception,), _show_own_lines)
+        shell.set_custom_exc((Exception, KeyboardInterrupt), _show_own_lines)
 
 
 def check_environment() -> Message:
@@ -162,12 +164,45 @@ def _set_figures(shell: Any) -> None:
         "figure.dpi": 110,
         "figure.constrained_layout.use": True,
     }
+    # After every cell, before its figures are shown: the first of all makes IPython forget how to write one.
+    shell.events.register("post_execute", _describe_figures)
+
+
+def _describe_figures() -> None:
+    text = _ipython().display_formatter.formatters["text/plain"]
+    text.for_type_by_name("matplotlib.figure", "Figure", _in_words)
+
+
+def _in_words(figure: Any, printer: Any, cycle: bool) -> None:
+    """What is written in a figure, in place of <Figure size …>: the labextension makes it the alternative text."""
+    words = [figure.get_suptitle()]
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        words += [axes.get_title(side) for side in ("left", "center", "right")]
+        labels = {"x": axes.get_xlabel(), "y": axes.get_ylabel()}
+        words += [f"{name}: {label}" for name, label in labels.items() if label]
+        words += [text.get_text() for text in (*axes.texts, *(legend.get_texts() if legend else ()))]
+    words = [" ".join(text.split()) for text in words if text.strip()]
+    printer.text(f"Figure: {'; '.join(words)}" if words else repr(figure))
 
 
 def _show_own_lines(
     shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None
 ) -> list:
     """Show an error with the lines of the learner's cells alone; the magic %tb shows PyTorch's lines too."""
+    try:
+        shown = _shown(shell, kind, error, trace)
+        if _is_from_above(shell, error):
+            from IPython.display import display
+
+            display(_not_run(error.name))
+        return shown
+    except KeyboardInterrupt:  # a second one: it would make IPython forget this function
+        print("KeyboardInterrupt", file=sys.stderr)
+        return []
+
+
+def _shown(shell: Any, kind: type, error: BaseException, trace: Any) -> list[str]:
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
     if not any(_is_own(shell, step) for step in _steps(trace)):  # a syntax error, or nothing of the learner's
         shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback(
@@ -186,6 +221,54 @@ def _show_own_lines(
     shell._showtraceback(kind, error, shown)
     _keep_what_is_shown(shell, error, shown)
     return shown
+
+
+def _not_run(name: str) -> Message:
+    return Message(
+        "note",
+        f"`{name}` 是上面某一格定义的，那一格在这个内核里还没有运行完。内核一重启，定义过的就都没了。"
+        "请选菜单 Run → Run All Above Selected Cell，再运行这一格。",
+        f"`{name}` is defined by a cell above, which has not run to its end in this kernel. After a restart nothing is "
+        "defined. Choose Run → Run All Above Selected Cell, then run this cell again.",
+    )
+
+
+def _is_from_above(shell: Any, error: BaseException) -> bool:
+    """Would a cell above have defined the name that is missing? JupyterLab says which cell runs, the server in which file."""
+    if type(error) is not NameError or not hasattr(shell, "kernel") or error.name in shell.user_ns:
+        return False
+    asked = shell.kernel.get_parent("shell").get("metadata", {})
+    if "raises-exception" in asked.get("tags", ()):  # it is meant
+        return False
+    try:
+        return error.name in _defined_above(shell, asked["cellId"])
+    except Exception:  # another program than JupyterLab, or another file: the error says enough
+        return False
+
+
+def _defined_above(shell: Any, asked: str) -> set[str]:
+    """The names that there would be if the cells above had been run."""
+    cells = json.loads(Path(os.environ["JPY_SESSION_NAME"]).read_text(encoding="utf-8"))["cells"]
+    position = [cell["id"] for cell in cells].index(asked)
+    defined: set[str] = set()
+    for cell in cells[:position]:
+        if cell["cell_type"] == "code":
+            _run_in_mind(shell.transform_cell("".join(cell["source"])), defined)
+    return defined
+
+
+def _run_in_mind(source: str, defined: set[str]) -> None:
+    """Add the names that a cell defines, and take away those that it deletes."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            steps = list(dis.get_instructions(compile(source, "", "exec")))
+    except (SyntaxError, ValueError):
+        return
+    for step in steps:
+        if step.opname == "STORE_NAME":
+            defined.add(step.argval)
+        elif step.opname == "DELETE_NAME":
+            defined.discard(step.argval)
 
 
 def _keep_what_is_shown(shell: Any, error: BaseException, shown: list[str]) -> None:

@@ -17,6 +17,9 @@ MESSAGE = '<div class="hooklab-message hooklab-{0}"><div lang="zh">对了：{0}<
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="70" height="70"><script>alert("it runs")</script></svg>'
 
+# One pixel.
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNkYAAAAAYAAjCB0C8AAAAASUVORK5CYII="
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -77,6 +80,7 @@ def untrusted(folder, page):
     content = read(NOTEBOOKS[0])
     data = [{"text/html": MESSAGE.format(kind)} for kind in ("right", "wrong", "todo", "note")]
     data.append({"image/svg+xml": SVG, "text/plain": "x (3) -> AccumulateGrad"})
+    data.append({"image/png": PNG, "text/plain": "Figure: x: time"})
     outputs = [{"output_type": "display_data", "metadata": {}, "data": each} for each in data]
     cell = {"cell_type": "code", "id": "messages", "metadata": {}, "source": "", "execution_count": 1}
     content["cells"].append(cell | {"outputs": outputs})
@@ -123,6 +127,12 @@ def test_a_picture_is_drawn_before_anyone_has_run_it(untrusted, page):
     image = page.locator(f"{lab.FRONT} .jp-RenderedSVG img")
     expect(image).to_have_attribute("alt", "x (3) -> AccumulateGrad")
     assert image.evaluate("async it => { await it.decode(); return it.naturalWidth; }") == 70
+
+
+def test_a_figure_has_its_words_as_alternative_text(untrusted, page):
+    image = page.locator(f"{lab.FRONT} .jp-RenderedImage img")
+    expect(image).to_have_attribute("alt", "Figure: x: time")
+    assert image.evaluate("async it => { await it.decode(); return it.naturalWidth; }") == 1
 
 
 def test_the_palette_offers_the_languages_and_ticks_the_one_in_use(untrusted, page):
@@ -281,6 +291,31 @@ def test_what_is_printed_is_in_the_language_that_is_chosen(untrusted, page, lang
     assert set(found["languages"]) == expected(language)
     assert max(found["pictures"]) > 500, "the map of all hooks"
     assert found["colour"] == "solid"
+
+
+def test_a_name_from_a_cell_that_has_not_run_is_explained_in_the_language_that_is_chosen(page, folder):
+    cells = ["from hooklab import lesson\nlesson.start()", "compute = len", "compute([])", "compote([])"]
+    content = {**read(NOTEBOOKS[0]), "cells": []}
+    for number, source in enumerate(cells):
+        cell = {"cell_type": "code", "id": f"cell{number}", "metadata": {}, "source": source}
+        content["cells"].append(cell | {"outputs": [], "execution_count": None})
+    (folder / "restarted.ipynb").write_text(json.dumps(content), encoding="utf-8")
+    choose(page, "zh")
+    lab.open_notebook(page, "restarted.ipynb")
+    for number in (0, 2, 3):
+        lab.ask(
+            page,
+            """async (app, panel, number) => {
+              panel.content.activeCellIndex = number;
+              await app.commands.execute('notebook:run-cell');
+            }""",
+            number,
+        )
+    advice = page.locator(f"{lab.FRONT} .hooklab-note")
+    expect(advice).to_have_count(1)
+    expect(advice.locator("[lang=zh]")).to_contain_text("compute 是上面某一格定义的")
+    expect(advice.locator("[lang=en]")).to_be_hidden()
+    lab.close_notebook(page)
 
 
 def test_every_cell_runs_and_shows_what_is_stored(notebook, page):

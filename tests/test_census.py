@@ -4,8 +4,11 @@ import functools
 import pickle
 from unittest.mock import Mock
 
+import forked_kernels
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from torch import nn
 from torch.autograd import graph
 from torch.nn.modules import module as modules
@@ -344,3 +347,13 @@ def test_hooks_of_pytorch_itself_have_no_handles_to_keep():
     ):
         nn.utils.weight_norm(layer)
         layer.register_forward_hook(print)
+
+
+@pytest.mark.parametrize("magic", ["", "%%time\n"])
+def test_a_cell_of_a_notebook_is_called_so_whatever_magic_runs_it(magic):
+    leak = "import torch\nfrom hooklab import hooks_on\nx = torch.ones(1, requires_grad=True)\n"
+    leak += "x.register_hook(lambda grad: None)\nprint(*hooks_on(x))"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(magic + leak)])
+    NotebookClient(notebook, kernel_name=forked_kernels.NAME, timeout=60).execute()
+    printed = "".join(output.text for output in notebook.cells[0].outputs)
+    assert "tensor hook on the tensor: <lambda> (notebook cell, line 4)" in printed

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked_kernels
 import nbformat
 import pytest
 import torch
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
 from hooklab import _graphviz, lesson
@@ -217,6 +219,146 @@ def test_an_error_is_formatted_once_and_the_history_keeps_what_was_shown():
     )
     first, then = run_cells(set_up, counted, "1 / 0", kept)
     assert f"RuntimeError: formatted 1 times, kept {len(first.splitlines())} lines, left: False" in then
+
+
+def test_an_interrupt_shows_the_lines_of_the_cells_and_the_next_cell_runs():
+    set_up = (
+        "import signal, torch\nfrom hooklab import check, lesson\nlesson.start()\n"
+        "interrupt = lambda *args: signal.raise_signal(signal.SIGINT)\n"
+        "layer = torch.nn.Linear(1, 1)\nhandle = layer.register_forward_hook(interrupt)"
+    )
+    checked = 'check.exercise("00.A", interrupt)'
+    left = "raise RuntimeError(f'{len(torch.nn.modules.module._global_forward_hooks)}, {torch.is_grad_enabled()}')"
+    by_hook, by_check, whole, then = run_cells(set_up, "layer(torch.ones(1))", checked, "%tb", left)
+    for short, line in ((by_hook, "----> 1 layer(torch.ones(1))"), (by_check, f"----> 1 {checked}")):
+        assert line in short
+        assert "----> 4 interrupt = lambda *args: signal.raise_signal(signal.SIGINT)" in short
+        assert short.splitlines()[-1].startswith("KeyboardInterrupt")
+        assert "module.py" not in short
+        assert "check.py" not in short
+    assert "check.py" in whole
+    assert "RuntimeError: 0, True" in then
+
+
+def test_an_interrupt_while_an_error_is_shown_leaves_the_next_one_as_short():
+    set_up = "import torch\nfrom hooklab import lesson\nlesson.start()"
+    impatient = (
+        "shell = get_ipython()\neach = shell.InteractiveTB.structured_traceback\n"
+        "def interrupted(*args, **kwargs):\n"
+        "    shell.InteractiveTB.structured_traceback = each\n    raise KeyboardInterrupt\n"
+        "shell.InteractiveTB.structured_traceback = interrupted\n1 / 0"
+    )
+    *_, short = run_cells(set_up, impatient, "torch.nn.Linear(2, 2)(torch.ones(3))")
+    assert "----> 1 torch.nn.Linear(2, 2)(torch.ones(3))" in short
+    assert "module.py" not in short
+
+
+# ---- a name that a cell above defines ----
+
+ABOVE = """
+    def compute(x): return x
+    import torch.nn as nn; from math import pi as circle
+    for number in range(3): square = number ** 2
+    with open("f") as file: gone = 1
+    del gone
+    %matplotlib inline
+    1 +
+    def inner(): hidden = 1
+"""
+
+
+@pytest.fixture
+def missing(monkeypatch, tmp_path):
+    """Is there advice for a name, in the last but one cell of a notebook whose server and frontend say what they say?"""
+    cells = [nbformat.v4.new_code_cell(source.strip(), id=f"above{number}")
+             for number, source in enumerate(ABOVE.strip().splitlines())]  # fmt: skip
+    cells += [nbformat.v4.new_markdown_cell("prose = 1"), nbformat.v4.new_code_cell("asked", id="asked")]
+    cells += [nbformat.v4.new_code_cell("below = 1", id="below")]
+    path = tmp_path / "course.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+
+    def ask(name, kind=NameError, known=(), cell="asked", **metadata):
+        said = {"metadata": {"cellId": cell, **metadata}}
+        shell = SimpleNamespace(
+            user_ns=dict.fromkeys(known), transform_cell=TransformerManager().transform_cell
+        )
+        shell.kernel = SimpleNamespace(get_parent=lambda channel: said)
+        return lesson._is_from_above(shell, kind("a name", name=name) if kind is NameError else kind(name))
+
+    return ask
+
+
+@pytest.mark.parametrize("name", ["compute", "nn", "circle", "number", "square", "file"])
+def test_a_name_that_a_cell_above_defines_is_known(missing, name):
+    assert missing(name)
+    assert not missing(name, known=[name])
+    assert not missing(name, kind=UnboundLocalError)
+    assert not missing(name, cell="unknown")
+    assert not missing(name, tags=["raises-exception"])
+
+
+@pytest.mark.parametrize("name", ["compte", "pi", "gone", "hidden", "below", "asked", "prose", None])
+def test_of_another_name_nothing_is_said(missing, name):
+    assert not missing(name)
+
+
+@pytest.mark.parametrize("file", ["", "[]", "nothing", '{"cells": 3}', '{"worksheets": []}', None])
+def test_where_the_notebook_cannot_be_read_nothing_is_said(missing, monkeypatch, tmp_path, file):
+    path = tmp_path / "other.ipynb"
+    if file is not None:
+        path.write_text(file)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    assert not missing("compute")
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    assert not missing("compute")
+
+
+def test_the_advice_stands_below_the_error_in_both_languages(tmp_path):
+    path = tmp_path / "course.ipynb"
+    above = nbformat.v4.new_code_cell("def compute(): ...", id="above")
+    nbformat.write(nbformat.v4.new_notebook(cells=[above, nbformat.v4.new_code_cell("", id="asked")]), path)
+    set_up = (
+        f"import os\nfrom hooklab import lesson\nlesson.start()\nos.environ['JPY_SESSION_NAME'] = {str(path)!r}\n"
+        "kernel = get_ipython().kernel\nparent = kernel.get_parent\n"
+        "kernel.get_parent = lambda channel=None: {**parent(channel), 'metadata': {'cellId': 'asked'}}"
+    )
+    cells = [nbformat.v4.new_code_cell(source) for source in (set_up, "compute()", "compote()")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, kernel_name=forked_kernels.NAME, allow_errors=True, timeout=60).execute()
+    _, asked, other = notebook.cells
+    error, advice = asked.outputs
+    assert error.ename == "NameError"
+    assert advice.data["text/html"].startswith(
+        '<div class="hooklab-message hooklab-note"><div lang="zh"><code>compute</code>'
+    )
+    assert '<div lang="en"><code>compute</code> is defined by a cell above' in advice.data["text/html"]
+    assert [output.output_type for output in other.outputs] == ["error"]
+
+
+# ---- pictures ----
+
+
+def test_a_figure_says_in_words_what_is_written_in_it():
+    set_up = "from hooklab import lesson\nlesson.start()\nlesson.start()\nimport matplotlib.pyplot as plt"
+    drawn = "plt.plot([1], label='one\\nline')\nplt.title('T')\nplt.xlabel('time')\nplt.text(0, 0, 'here')\n_ = plt.legend()"
+    cells = [
+        nbformat.v4.new_code_cell(source)
+        for source in (
+            set_up,
+            drawn,
+            "plt.plot([1]);",
+            "_, a = plt.subplots(2)\na[1].set_ylabel('B')\nplt.show()",
+        )
+    ]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, kernel_name=forked_kernels.NAME, timeout=60).execute()
+    texts = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells[1:]]
+    assert texts == [
+        "Figure: T; x: time; here; one line",
+        "<Figure size 770x352 with 1 Axes>",
+        "Figure: y: B",
+    ]
 
 
 # ---- pretrained weights ----

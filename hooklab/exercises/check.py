@@ -17,6 +17,7 @@ Write your own: copy one of the files beside this one, for example `n00_start_he
 
 import dis
 import importlib
+import inspect
 import linecache
 import pkgutil
 import traceback
@@ -25,7 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from types import FunctionType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any, Never
 
 import torch
@@ -154,7 +156,8 @@ def _refuse_grad_left_off() -> None:
 def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     """Compare a `guess` made before a run with what `actual`ly happened, and explain.
 
-    Fractions agree within 1 %, whole numbers exactly; words regardless of case; a set regardless of order.
+    Fractions agree within 1 %, whole numbers exactly; words regardless of case; a set regardless of order. A guess may be
+    in quotes, also in Chinese ones, and one value may stand in a list or a set.
 
     Args:
         which: the prediction's id, such as "11.1", or a `Prediction` of your own.
@@ -174,10 +177,12 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     guess = as_meant(guess, actual)
     if agree(guess, actual):
         return Message("right", f"猜对了。{question.zh}", f"As you said. {question.en}")
+    # With the braces it can be seen why a set is no list.
+    guessed, happened = shown(guess, braces=not isinstance(actual, set | frozenset)), shown(actual)
     return Message(
         "wrong",
-        f"你猜的是 `{shown(guess)}`，实际是 `{shown(actual)}`。{question.zh}",
-        f"You said `{shown(guess)}`; it is `{shown(actual)}`. {question.en}",
+        f"你猜的是 `{guessed}`，实际是 `{happened}`。{question.zh}",
+        f"You said `{guessed}`; it is `{happened}`. {question.en}",
         "other",
     )
 
@@ -268,9 +273,10 @@ def said(error: Exception) -> str:
 
 
 def _raised(answer: Any, error: Exception) -> Message:
-    own_file = getattr(getattr(answer, "__code__", None), "co_filename", None)
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_file]
-    source = linecache.getline(own_file, lines[-1].lineno).strip().replace("`", "'") if lines else ""
+    own = _files(answer)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
+    lines = [linecache.getline(frame.filename, frame.lineno).strip() for frame in frames]
+    source = next(filter(None, reversed(lines)), "").replace("`", "'")
     return Message(
         "wrong",
         f"还不对。运行你的代码时抛出了异常：`{said(error)}`"
@@ -278,6 +284,16 @@ def _raised(answer: Any, error: Exception) -> Message:
         f"Not yet. Running your code raised `{said(error)}`" + (f"\nThe line: `{source}`" if source else ""),
         "raised",
     )
+
+
+def _files(answer: Any) -> set[str]:
+    """Where an answer is written: a function, a class, an object of one, or a partial of any of them."""
+    while isinstance(answer, partial):
+        answer = answer.func
+    owner = answer if isinstance(answer, type) else type(answer)
+    functions = [inspect.unwrap(one) for one in (answer, *vars(owner).values())]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return {code.co_filename for code in codes if isinstance(code, CodeType)}
 
 
 def _find(wanted: str, kind: type) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from hooklab.exercises.check import Exercise, Prediction, refuse, within
+from hooklab.exercises.check import Exercise, Prediction, refuse, said, within
 
 
 def _two(got: Any) -> tuple[Callable, Callable]:
@@ -472,8 +472,8 @@ def _backward(y, reason, zh, en):
     except RuntimeError as error:
         refuse(
             reason,
-            zh=f"{zh}，解包时却抛出了 `RuntimeError`：`{str(error)[:80]}`。",
-            en=f"Here {en}, yet unpacking raised a `RuntimeError`: `{str(error)[:80]}`.",
+            zh=f"{zh}，解包时却抛出了 `{said(error)[:100]}`。",
+            en=f"Here {en}, yet unpacking raised `{said(error)[:100]}`.",
         )
 
 
@@ -532,8 +532,8 @@ def _must_raise(y, reason, zh, en):
     except Exception as error:
         refuse(
             "other_error",
-            zh=f"应当抛出 `RuntimeError`，抛出的是 `{type(error).__name__}`：`{str(error)[:80]}`。",
-            en=f"A `RuntimeError` is wanted; raised was `{type(error).__name__}`: `{str(error)[:80]}`.",
+            zh=f"应当抛出 `RuntimeError`，抛出的是 `{said(error)[:100]}`。",
+            en=f"A `RuntimeError` is wanted; raised was `{said(error)[:100]}`.",
         )
     refuse(reason, zh=f"{zh}，解包时却没有报错。", en=f"In this run {en}; unpacking raised nothing.")
 

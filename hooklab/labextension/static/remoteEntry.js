@@ -107,16 +107,18 @@
   }
 
   // JupyterLab shows an SVG only once its cell has run here, and says nothing of it to a screen reader. Here it is
-  // an <img>, as there, in which no script runs; its alt text is the text beside it in the output.
-  function drawAlways(registry, { svgRendererFactory, RenderedSVG }) {
-    class Picture extends RenderedSVG {
-      async render({ data, metadata }) {
-        await super.render({ data, metadata, trusted: true });
-        this.node.querySelector("img")?.setAttribute("alt", data["text/plain"] ?? "");
-      }
-    }
-    const createRenderer = (options) => new Picture(options);
-    registry.addFactory({ ...svgRendererFactory, safe: true, createRenderer });
+  // an <img>, as there, in which no script runs. The alt text of every picture is the text beside it in the output.
+  function drawAlways(registry, { svgRendererFactory, RenderedSVG, imageRendererFactory, RenderedImage }) {
+    const described = (Renderer) =>
+      class extends Renderer {
+        async render({ data, metadata }) {
+          await super.render({ data, metadata, trusted: true });
+          this.node.querySelector("img")?.setAttribute("alt", data["text/plain"] ?? "");
+        }
+      };
+    const [Drawing, Photo] = [RenderedSVG, RenderedImage].map(described);
+    registry.addFactory({ ...svgRendererFactory, safe: true, createRenderer: (options) => new Drawing(options) });
+    registry.addFactory({ ...imageRendererFactory, createRenderer: (options) => new Photo(options) });
   }
 
   // At once, before the first notebook is drawn.

@@ -1,0 +1,91 @@
+"""A right guess is right in every dress; a wrong one stays wrong in all of them."""
+
+import pytest
+import torch
+
+from hooklab import check
+
+ORDER = "ECDBA"  # 21.3
+NAMES = ["Linear", "Sequential"]  # 21.4
+SCALED = torch.tensor([1.0, -1.0, 1.0]) / 1024  # 25.5
+PINNED = [5.0, 1.0]  # 33.2
+ONE_RAISES = [5.0, "error"]
+FOUR = torch.tensor([2.0, 4.0, 6.0, 8.0])  # 11.1
+FIRE = {"tensor hook"}  # 14.1
+TWO_FIRE = {"tensor hook", "Node hook"}
+ALIVE = [False, False, True, False]  # 31.1
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual"),
+    [
+        *[(guess, 1) for guess in ({1}, [1], (1,), "{1}", ["1"], "1", " 1 ", "“1”", "１")],
+        *[(guess, 0.25) for guess in ({0.25}, "1/4", "1 / 4", ["1/4"])],
+        ({True}, True),
+        ("[True]", True),
+        ([None], None),
+        ("−4", -4),
+        ("24，000", 24_000),
+        *[(guess, FOUR) for guess in ("2，4，6，8", "2、4、6、8", "[2，4，6，8]", "2 4 6 8", ["2", "4", "6", "8"])],
+        *[(guess, PINNED) for guess in (["5", "1"], [5, "1"], ("5", 1.0), "5，1", "[5, 1]", "5 和 1")],
+        *[(guess, ONE_RAISES) for guess in ([5, "error"], ["5", "Error"], "5, error", "[5.0, 'error']", "5，“error”")],
+        *[(guess, ORDER) for guess in (list(ORDER), tuple("ecdba"), "E, C, D, B, A", "E→C→D→B→A", "E C D B A")],
+        *[(guess, ORDER) for guess in ("“ECDBA”", "[E，C，D，B，A]", ["ECDBA"], "'ecdba'")],
+        *[(guess, NAMES) for guess in ("Linear, Sequential", "[Linear, Sequential]", "Linear、Sequential")],
+        *[(guess, NAMES) for guess in ("Linear 和 Sequential", "“Linear”，“Sequential”", "linear -> sequential")],
+        *[(guess, SCALED) for guess in ("[1/1024, -1/1024, 1/1024]", "1/1024，−1/1024，1/1024", "[0.001, -0.001, 0.001]")],
+        *[(guess, FIRE) for guess in ("“tensor hook”", "「tensor hook」", '"tensor hook"', "{tensor hook}", ["Tensor Hook"])],
+        ({"“tensor hook”"}, FIRE),
+        *[(guess, "tensor hook") for guess in ("“tensor hook”", "‘tensor hook’", "`tensor hook`", {"“tensor hook”"})],
+        *[(guess, TWO_FIRE) for guess in ("tensor hook, Node hook", "Node hook和tensor hook", "{node hook，tensor hook}")],
+        *[(guess, ALIVE) for guess in ("False，False，True，False", ["false", "False", "true", False])],
+        ("false, false, true, false", ALIVE),
+        ("nothing", set()),
+    ],
+)  # fmt: skip
+def test_a_right_guess_in_another_dress(guess, actual):
+    assert check.predict("11.1", guess, actual=actual).kind == "right"
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual"),
+    [
+        *[(guess, 1) for guess in ({2}, {1, 2}, [1, 1], [], {}, set(), "{2}", "{1, 2}", True, {True}, "1.5", "1/2", "1/0")],
+        *[(guess, 100) for guess in (101, [101], {101}, "101")],  # whole numbers agree exactly
+        *[(guess, 0.25) for guess in ({0.5}, "1/3", "4/1", "-1/4", "1/0")],
+        *[(guess, True) for guess in ({False}, [1], {1}, "[False]", [True, True])],
+        ([0], None),
+        *[(guess, FOUR) for guess in ("2，4，6", "2，4，8，6", "2，4，6，8，8", "2468", "2.4.6.8", {2, 4, 6, 8}, "{2, 4, 6, 8}")],
+        *[(guess, PINNED) for guess in (["1", "5"], ["5", "error"], ["5"], "5", ["5", "1", "1"], ["5", None], {"5", "1"})],
+        *[(guess, ONE_RAISES) for guess in (["error", 5], ["error", "error"], [5, 1], ["5.5", "error"], "5 error 1", "error")],
+        *[(guess, ORDER) for guess in (list("ECDAB"), "E, C, D, B", "E, C, D, B, A, A", set(ORDER), "EC, DB, A", ["EC", "DBA"])],
+        *[(guess, ORDER) for guess in ("ABCDE", "-ECDBA", "not ECDBA", "", ",", "“”")],
+        *[(guess, NAMES) for guess in ("Sequential, Linear", "Linear", "LinearSequential", "{Linear, Sequential}", set(NAMES))],
+        *[(guess, NAMES) for guess in ("Linear, not Sequential", "Linear, Sequential, ReLU", "[Linear], [ReLU]")],
+        *[(guess, SCALED) for guess in ("[1/1024, 1/1024, 1/1024]", "[1/512, -1/512, 1/512]", "1/1024", "0, 0, 0")],
+        *[(guess, FIRE) for guess in ("“Node hook”", "tensor, hook", "tensor hook, Node hook", "hook", "no tensor hook")],
+        *[(guess, "tensor hook") for guess in ("“hook”", "tensor", {"tensor", "hook"}, ["tensor", "hook"], "tensorhook")],
+        *[(guess, TWO_FIRE) for guess in ("tensor hook", "tensor hook, not Node hook", "tensor hook, Node pre-hook")],
+        ("Node, tensor, hook", TWO_FIRE),
+        *[(guess, {"x", "y"}) for guess in ("x，没有 y", "x, not y", "x, y, z", "xy", "x", ["x"], {"x", "z"})],
+        *[(guess, ALIVE) for guess in ("False，False，False，True", ["false", "false", "false", "false"], "False", "true")],
+        ("nothing", {"x"}),
+    ],
+)  # fmt: skip
+def test_a_wrong_guess_stays_wrong_in_every_dress(guess, actual):
+    message = check.predict("11.1", guess, actual=actual)
+    assert message.kind == "wrong"
+    said, happened = message.en.removeprefix("You said `").split("`; it is `", 1)
+    assert not happened.startswith(f"{said}`"), "two equal values are shown"
+
+
+def test_a_set_is_shown_with_its_braces_where_none_was_asked_for():
+    assert "You said `{Linear, Sequential}`; it is `[Linear, Sequential]`" in (
+        check.predict("21.4", set(NAMES), actual=NAMES).en
+    )
+    assert "You said `x`; it is `x, y`" in check.predict("12.1", {"x"}, actual={"x", "y"}).en
+
+
+def test_an_empty_guess_and_backticks_are_shown_as_code():
+    assert "<code>''</code>" in check.predict("11.1", "", actual=1)._repr_html_()
+    assert "<code>'x' or 'y'</code>" in check.predict("11.1", "`x` or `y`", actual=1)._repr_html_()
