@@ -1,6 +1,7 @@
 """What `features` returns: the outputs of chosen layers, and a forward that ends as soon as they are there."""
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -19,6 +20,9 @@ from hooklab._select import groups, is_gathered, uncompiled
 from hooklab._walk import called_by_itself, is_running, map_tensors, outermost, tensors_in
 
 __all__ = ["Enough", "Features"]
+
+# The features whose `run` is going on, in each thread its own.
+_runs = threading.local()
 
 NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
@@ -52,10 +56,12 @@ class Features(Installed, Mapping[str, Any]):
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
+        self._strangers: set[int] = set()  # those in a forward that does not count, until it ends
         self._quick: list[bool] = []  # whether grad is on; empty when an output has to be looked at twice
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
         self._forwards = 0
         self._thread = 0  # the one that `run` was called in
+        self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
         self._groups = list(groups(layers))
         root, recorder = uncompiled(model), self._recorders()
@@ -79,7 +85,7 @@ class Features(Installed, Mapping[str, Any]):
         alone = {name: fresh(*calls) for name, calls in self._alone.items()}
         state = {**super().__getstate__(), "_log": fresh(*self._log), "_alone": alone, "_sorted": NOTHING}
         own = {"_model": None, "_modules": set(), "_keep": None, "_groups": [], "_running": [], "_within": {}}
-        return {**state, **own}
+        return {**state, **own, "_strangers": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         def numbered(records: list[tuple]) -> Iterator[tuple]:
@@ -90,6 +96,7 @@ class Features(Installed, Mapping[str, Any]):
 
     def remove(self) -> None:
         super().remove()
+        self._within.clear()  # it may lead to what a call was given
         self._no_shortcuts()  # a copy of the model still has hooks, and a forward may have been interrupted
 
     @property
@@ -116,6 +123,8 @@ class Features(Installed, Mapping[str, Any]):
             )
         self._wanted.update(self._first.values())
         self._thread, task, self._task = get_ident(), self._task, graph_task()
+        self._home, around = self._thread, getattr(_runs, "of", ())
+        _runs.of = (*around, self)
         self._no_shortcuts()
         own = len(self._handles)
         try:
@@ -133,7 +142,7 @@ class Features(Installed, Mapping[str, Any]):
             self._wanted.clear()
             while len(self._handles) > own:
                 self._handles.pop().remove()
-            self._thread, self._task = 0, task
+            self._thread, self._task, _runs.of = 0, task, around
         return self
 
     def _ended(self, error: BaseException | None) -> bool:
@@ -213,7 +222,9 @@ class Features(Installed, Mapping[str, Any]):
         again = recomputing(self._task)
         if not self._handles or (again and self._detaches) or (self._whole and not self._wanted):
             return
-        if self._is_elsewhere() and is_running(uncompiled(self._model)):
+        # It may have begun before there were hooks that could have told.
+        strange = self._is_elsewhere() or get_ident() in self._strangers
+        if strange and is_running(uncompiled(self._model)):
             return
         # Also in a recomputation, which has to draw the random numbers that the forward has drawn.
         try:
@@ -251,13 +262,26 @@ class Features(Installed, Mapping[str, Any]):
         return get_ident() == self._thread
 
     def _is_elsewhere(self) -> bool:
-        """True in another thread than the one that is in `run`; its forwards of the model are not ours."""
-        return self._thread != 0 and not self._runs_here()
+        """True where forwards of the model are not ours: in other threads, while we run or inside the `run` of others."""
+        if self._thread:
+            return not self._runs_here()
+        runs = getattr(_runs, "of", ()) if get_ident() != self._home else ()
+        return bool(runs) and all(one is not self for one in runs)
+
+    def _ends_strange(self, module: nn.Module) -> None:
+        """The forward of a stranger is over, or another one begins; not where the model calls itself."""
+        if get_ident() in self._strangers and not called_by_itself(module):
+            self._strangers.discard(get_ident())
 
     @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         thread, running = get_ident(), self._running
-        if recomputing(self._task) or not self._handles or self._is_elsewhere():
+        if recomputing(self._task) or not self._handles:
+            return
+        self._ends_strange(module)
+        if self._is_elsewhere():
+            self._strangers.add(thread)
+        if thread in self._strangers:
             return
         if running and thread in running:
             if not called_by_itself(module):
@@ -269,19 +293,23 @@ class Features(Installed, Mapping[str, Any]):
                 if other not in alive and other in running:
                     running.remove(other)  # it ended in its forward
         if not running or (self._thread and thread not in running):
+            self._strangers.update(running)
+            self._strangers.intersection_update(sys._current_frames())
+            running.clear()
             self._forwards += 1
             self._log.clear()
             self._alone.clear()
             self._within.clear()
             self._sorted = NOTHING
             self._no_shortcuts()
-            if not self._wanted:
+            if not self._wanted and not self._strangers:
                 (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
         running.append(thread)
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = get_ident(), self._running
+        self._ends_strange(module)
         if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:

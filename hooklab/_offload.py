@@ -111,6 +111,9 @@ class Queue:
         self.found: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
         self.packed: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
         self.memories: weakref.WeakValueDictionary[int, Stay] = weakref.WeakValueDictionary()  # that wait
+        # Of each thread in a block its two newest: the operation that saved them may still run.
+        self.newest: dict[int, deque[int]] = {}
+        self.blocks = 0  # that are open
         self.count = self.oldest = 0  # the numbers before the oldest have moved
         self.reached = -1  # how far reading ahead has come
         self.saved_bytes = self.moved_bytes = 0
@@ -128,6 +131,7 @@ class Queue:
                 # Its whole memory waits with it, and counts once, however many share it.
                 packed.stay = self.memories.get(id(storage)) or self.waiting.enter(storage.nbytes(), storage)
                 self.memories[id(storage)] = packed.stay
+                self.newest.setdefault(threading.get_ident(), deque(maxlen=2)).append(self.count)
                 self.count += 1
                 self.saved_bytes += packed.nbytes
                 self.make_room()
@@ -135,16 +139,29 @@ class Queue:
         return packed
 
     @eager
-    def make_room(self, young: int = 2) -> None:
-        """Move the oldest. Of the `young` newest an unfilled one stays: its operation may still run."""
+    def make_room(self) -> None:
+        """Move the oldest. Of the newest an unfilled one stays: its operation may still run."""
         with self.lock:
             while self.waiting.used > self.keep and self.oldest < self.count:
                 if (packed := self.packed.get(self.oldest)) is not None:
-                    if packed.unfilled and self.count - self.oldest <= young:
+                    if packed.unfilled and any(self.oldest in numbers for numbers in self.newest.values()):
                         return
                     packed.move()  # if this raises, it still waits
                     self.moved_bytes += packed.nbytes
                 self.oldest += 1
+
+    def enter(self) -> None:
+        """A block begins."""
+        with self.lock:
+            self.blocks += 1
+
+    def leave(self) -> None:
+        """A block ends: no operation of this thread is running any more."""
+        with self.lock:
+            self.blocks -= 1
+            self.newest.pop(threading.get_ident(), None)
+            if not self.blocks:
+                self.newest.clear()  # of the threads that backward runs in
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:

@@ -97,7 +97,7 @@ def outermost(modules: set[nn.Module]) -> Callable[[], object] | None:
     if found is None:
         return None
     forward, kwargs = found.get("forward_call"), found["kwargs"]
-    if isinstance(forward, MethodType) and "forward" not in vars(forward.__self__):
+    if isinstance(forward, MethodType) and "forward" not in vars(found["self"]):
         return ref(forward)  # bound anew in each call
     return lambda: kwargs  # an empty dictionary, mostly
 

@@ -133,8 +133,9 @@ def features(
         (recomputation under checkpointing, the adjoint of a solver) is not counted (except in threads that a layer
         starts inside a reentrant checkpoint). Forwards of several threads at the same time count as one.
         `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and returns `f`;
-        forwards in other threads do not count then. Under FSDP, and where `accelerate` has hooked a layer, that forward
-        goes to its end. Under `nn.DataParallel` give the wrapper.
+        forwards in other threads do not count then, nor does ever the `run` of other features in another thread. Under
+        FSDP, and where `accelerate` has hooked a layer, that forward goes to its end. Under `nn.DataParallel` give the
+        wrapper.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the

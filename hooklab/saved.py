@@ -196,6 +196,7 @@ class Offload:
             lambda tensor: _packing.hold(tensor) if (own := pack()) is None else own(tensor), _unpack
         )
         hooks.__enter__()
+        self._queue.enter()
         _opened.blocks = *blocks, (self, hooks)
         self._saved_any = False
         return self
@@ -203,8 +204,9 @@ class Offload:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         *_opened.blocks, (_, hooks) = _opened.blocks
         hooks.__exit__(kind, *exc_info)
+        self._queue.leave()
         if kind is None:
-            self._queue.make_room(young=0)  # no operation is running any more
+            self._queue.make_room()
             if not self._saved_any:
                 _packing.warn_of_nothing("Offload", self._model)
 

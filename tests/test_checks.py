@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import check, clip, features, select
+from hooklab import check, clip, features, saved_tensors, select, trace
 from hooklab.exercises import n21_forward_hooks as n21
 from hooklab.exercises import n22_backward_hooks as n22
 from hooklab.exercises import n23_watching_a_model_run as n23
@@ -1149,3 +1149,39 @@ def test_a_right_answer_that_changes_what_it_was_given_is_refused(exercise, dama
         assert message.kind == "right"
         return
     assert message.kind == "wrong", "a damage was not noticed"
+
+
+def test_what_the_learner_has_open_is_not_held_against_an_answer():
+    by_id = {exercise.id: exercise for exercise in EXERCISES}
+    watching = trace(torch.nn.Linear(2, 2))
+    assert check.exercise("25.C", by_id["25.C"].solution).kind == "right"
+    watching.remove()
+    with saved_tensors():
+        assert check.exercise("31.A", by_id["31.A"].solution).kind == "right"
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
+def test_the_solution_passes_in_inference_mode_too(exercise):
+    with torch.inference_mode():
+        assert check.exercise(exercise, exercise.solution).kind == "right"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.nn.UninitializedParameter(),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.ones(0),
+    ],
+)
+def test_a_check_may_give_any_tensor(make):
+    def examine(answer):
+        assert answer(given) is given
+
+    given = make()
+    task = Exercise("99.A", examine, lambda x: x, {}, zh="好", en="Good")
+    assert check.exercise(task, lambda x: x).kind == "right"

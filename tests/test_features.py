@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import sys
 import threading
 import warnings
 import weakref
@@ -1309,3 +1310,121 @@ def test_a_class_with_a_call_of_its_own_is_named_where_no_hook_fired(x):
     for read in (lambda: f[""], lambda: stats["0"]):
         with pytest.raises(KeyError, match="Direct has a __call__ of its own"):
             read()
+
+
+class TwoStages(nn.Module):
+    """Another thread than the main one waits between its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if threading.current_thread() is not threading.main_thread():
+            self.inside.set()
+            assert self.go.wait(60)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("begins", ["before the run", "in the run"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_forward_of_another_thread_that_goes_on_after_a_run_does_not_count(x, begins, grad):
+    model = TwoStages()
+    first = model.first(x)
+    second = model.second(first)
+    thread = threading.Thread(target=model, args=(x + 100,))
+
+    def begin(*args):
+        if threading.current_thread() is threading.main_thread() and not model.inside.is_set():
+            thread.start()
+            assert model.inside.wait(60)
+
+    with torch.set_grad_enabled(grad), features(model, "first", "second") as f:
+        if begins == "in the run":
+            model.first.register_forward_hook(begin)
+        else:
+            begin()
+        f.run(x)
+        model.go.set()
+        thread.join()
+        assert (len(f.calls["first"]), len(f.calls["second"])) == (1, 1)
+        assert torch.equal(f["first"], first)
+        assert torch.equal(f["second"], second)
+        again = threading.Thread(target=model, args=(x + 200,))  # another one is a forward like any other
+        again.start()
+        again.join()
+        assert torch.equal(f["first"], model.first.forward(x + 200))
+
+
+def test_the_run_of_other_features_in_another_thread_does_not_count(x):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with features(model, "0") as f, features(model, "0") as other:
+        f.run(x)
+        thread = threading.Thread(target=other.run, args=(x + 1,))
+        thread.start()
+        thread.join()
+        assert torch.equal(f["0"], model[0].forward(x))
+        assert torch.equal(other["0"], model[0].forward(x + 1))
+        other.run(x + 2)  # in this thread it does
+        assert torch.equal(f["0"], model[0].forward(x + 2))
+
+
+def test_threads_that_only_run_each_read_their_own(x):
+    model, wrong = mlp(4, 8, 8, 8, 2), []
+
+    def use(number):
+        with torch.no_grad(), features(model, "0", "2") as f:
+            for step in range(60):
+                given = torch.full((3, 4), float(number * 100 + step))
+                f.run(given)
+                want = model[0].forward(given)
+                if not torch.equal(f["0"], want) or [len(f.calls[name]) for name in f] != [1, 1]:
+                    wrong.append((number, step))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_part_whose_forward_is_a_method_of_something_else(slots, x):
+    class Timed:
+        if slots:
+            __slots__ = ("__weakref__", "inner")
+
+        def __init__(self, module):
+            self.inner = module.forward
+            module.forward = self.call
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = AutoEncoder()
+    Timed(model.encoder)
+    with features(model, "encoder.layer") as f:
+        for _ in range(3):
+            model.encoder(torch.ones(1, 2))
+            assert len(f.calls["encoder.layer"]) == 2
+
+
+def test_what_a_part_was_given_by_keyword_is_not_kept_after_the_block(x):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    inner = model[0].forward
+    model[0].forward = lambda input: inner(input)
+    given = x.clone()
+    with features(model, "0.0") as f:
+        model[0](input=given)
+    alive = weakref.ref(given)
+    del given
+    assert alive() is None
+    assert f["0.0"].shape == (3, 4)

@@ -1261,3 +1261,34 @@ def test_what_was_edited_is_refused_before_it_is_read():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     assert (store.writes, store.reads) == (1, 0)
+
+
+def test_noise_of_an_operation_that_runs_in_another_thread_is_not_moved_yet():
+    offload, packed, saved, filled = (
+        Offload(to=CountingStore(), min_bytes=0),
+        [],
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def operate():
+        with offload:
+            noise = torch.zeros(10)
+            packed.append(offload._pack(noise))
+            saved.set()
+            assert filled.wait(60)
+            noise.data.fill_(3)  # as RReLU does, which leaves the version as it is
+
+    thread = threading.Thread(target=operate)
+    thread.start()
+    assert saved.wait(60)
+    x = leaf(10)
+    with offload:
+        y = x.exp().exp().exp()
+    assert offload.moved_bytes == 0
+    filled.set()
+    thread.join()
+    assert offload.moved_bytes == 4 * 40
+    assert torch.equal(offload._queue.unpack(packed[0]), torch.full((10,), 3.0))
+    y.sum().backward()
+    assert offload._queue.newest == {}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hooklab._packing import has_memory
+
 __all__ = ["watched"]
 
 MAX_NUMBERS = 1_000_000  # of a tensor whose values are compared
@@ -39,7 +41,7 @@ def _looks(given: Any) -> Iterator[Callable[[], tuple[str, str] | None]]:
                 yield functools.partial(_lost_grad, name, param)
     elif isinstance(given, Tensor):
         yield functools.partial(_flag, "", given, "requires_grad", given.requires_grad)
-        if given.numel() <= MAX_NUMBERS and not given.is_meta:
+        if has_memory(given) and not given.is_meta and given.numel() <= MAX_NUMBERS:
             yield functools.partial(_values, given, given.detach().clone())
     elif isinstance(given, list | dict | set) and given:  # an empty one may be there to be filled
         yield functools.partial(_items, given, _parts(given))

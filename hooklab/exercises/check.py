@@ -107,7 +107,12 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
         )
     try:
         # The learner's random numbers and warning filters stay as they are.
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+        ):
             if callable(task.solution) and not callable(answer):
                 refuse(
                     "not_a_function",

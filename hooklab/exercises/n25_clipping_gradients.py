@@ -577,6 +577,7 @@ def _examine_per_sample(answer, model, inputs, targets, loss_fn, max_norm):
     old = [torch.full_like(param, 100.0) for param in params]
     for param, gradient in zip(params, old, strict=True):
         param.grad = gradient.clone()
+    hooks = hooks_on(model)
     answer(model, loss_fn, inputs, targets, max_norm)
     if any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
         refuse(
@@ -584,7 +585,7 @@ def _examine_per_sample(answer, model, inputs, targets, loss_fn, max_norm):
             zh="参数的数值变了：只填 `.grad`，更新是优化器的事。",
             en="The values of the parameters have changed: fill `.grad` only, updating is for the optimizer.",
         )
-    if hooks_on(model):
+    if hooks_on(model) != hooks:
         refuse(
             "left_hooks",
             zh="函数返回之后，模型或参数上还挂着钩子，下一次普通的反向也会触发它们。",

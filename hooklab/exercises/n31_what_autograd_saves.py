@@ -143,9 +143,10 @@ def _count_once(answer, function, dtype=torch.float32, x=None):
         return function(x)
 
     x = torch.linspace(-1, 1, 1000, dtype=dtype).requires_grad_() if x is None else x
+    outer = outer_hooks()
     got = answer(counted, x)
-    if outer_hooks() is not None:
-        while outer_hooks() is not None:
+    if outer_hooks() != outer:
+        while outer_hooks() not in (None, outer):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         refuse(
             "left_open",
