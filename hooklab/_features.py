@@ -263,9 +263,12 @@ class Features(Installed, Mapping[str, Any]):
 
     def _is_elsewhere(self) -> bool:
         """True where forwards of the model are not ours: in other threads, while we run or inside the `run` of others."""
+        here = get_ident()
         if self._thread:
-            return not self._runs_here()
-        runs = getattr(_runs, "of", ()) if get_ident() != self._home else ()
+            return here != self._thread
+        if here == self._home:
+            return False
+        runs = getattr(_runs, "of", ())
         return bool(runs) and all(one is not self for one in runs)
 
     def _ends_strange(self, module: nn.Module) -> None:
@@ -278,7 +281,8 @@ class Features(Installed, Mapping[str, Any]):
         thread, running = get_ident(), self._running
         if recomputing(self._task) or not self._handles:
             return
-        self._ends_strange(module)
+        if self._strangers:
+            self._ends_strange(module)
         if self._is_elsewhere():
             self._strangers.add(thread)
         if thread in self._strangers:
@@ -294,8 +298,9 @@ class Features(Installed, Mapping[str, Any]):
                     running.remove(other)  # it ended in its forward
         if not running or (self._thread and thread not in running):
             self._strangers.update(running)
-            self._strangers.intersection_update(sys._current_frames())
             running.clear()
+            if self._strangers:  # some may have ended in their forward
+                self._strangers.intersection_update(sys._current_frames())
             self._forwards += 1
             self._log.clear()
             self._alone.clear()
@@ -309,7 +314,8 @@ class Features(Installed, Mapping[str, Any]):
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = get_ident(), self._running
-        self._ends_strange(module)
+        if self._strangers:
+            self._ends_strange(module)
         if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:
