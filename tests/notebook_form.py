@@ -149,6 +149,10 @@ def _merged(outputs: list[NotebookNode]) -> list[NotebookNode]:
         if output.output_type == "stream":
             streams[output.name] = output
         merged.append(output)
+    # Which of the two comes first depends on the machine as well.
+    places = sorted(merged.index(output) for output in streams.values())
+    for place, name in zip(places, sorted(streams, reverse=True), strict=True):  # stdout, stderr
+        merged[place] = streams[name]
     return merged
 
 

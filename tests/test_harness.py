@@ -421,3 +421,19 @@ def in_pieces(output):
         for line in output.text.splitlines()
         for part in (line, "\n")
     ]
+
+
+def test_which_stream_comes_first_does_not_matter():
+    def both(first, second):
+        texts = {"stdout": "printed\n", "stderr": "warned\n"}
+        outputs = [nbformat.v4.new_output("stream", name=name, text=texts[name]) for name in (first, second)]
+        picture = nbformat.v4.new_output("display_data", data={"text/plain": "picture"})
+        cell = nbformat.v4.new_code_cell("pass", outputs=[outputs[0], picture, outputs[1]], id="a")
+        return notebook_form.normalise(nbformat.v4.new_notebook(cells=[cell])).cells[0].outputs
+
+    assert both("stdout", "stderr") == both("stderr", "stdout")
+    assert [output.get("name", "picture") for output in both("stderr", "stdout")] == [
+        "stdout",
+        "picture",
+        "stderr",
+    ]
