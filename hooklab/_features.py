@@ -271,21 +271,18 @@ class Features(Installed, Mapping[str, Any]):
         runs = getattr(_runs, "of", ())
         return bool(runs) and all(one is not self for one in runs)
 
-    def _ends_strange(self, module: nn.Module) -> None:
-        """The forward of a stranger is over, or another one begins; not where the model calls itself."""
-        if get_ident() in self._strangers and not called_by_itself(module):
-            self._strangers.discard(get_ident())
+    def _is_strange(self, module: nn.Module, thread: int) -> bool:
+        """True where the forward that begins does not count, or is inside one that does not."""
+        if thread in self._strangers and not called_by_itself(module):
+            self._strangers.discard(thread)
+        if self._is_elsewhere():
+            self._strangers.add(thread)
+        return thread in self._strangers
 
     @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         thread, running = get_ident(), self._running
-        if recomputing(self._task) or not self._handles:
-            return
-        if self._strangers:
-            self._ends_strange(module)
-        if self._is_elsewhere():
-            self._strangers.add(thread)
-        if thread in self._strangers:
+        if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
             return
         if running and thread in running:
             if not called_by_itself(module):
@@ -297,25 +294,29 @@ class Features(Installed, Mapping[str, Any]):
                 if other not in alive and other in running:
                     running.remove(other)  # it ended in its forward
         if not running or (self._thread and thread not in running):
-            self._strangers.update(running)
-            running.clear()
-            if self._strangers:  # some may have ended in their forward
-                self._strangers.intersection_update(sys._current_frames())
-            self._forwards += 1
-            self._log.clear()
-            self._alone.clear()
-            self._within.clear()
-            self._sorted = NOTHING
-            self._no_shortcuts()
-            if not self._wanted and not self._strangers:
-                (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
+            self._begin_anew()
         running.append(thread)
+
+    def _begin_anew(self) -> None:
+        """Forget the last forward; the forwards that still run elsewhere are strangers from now on."""
+        self._strangers.update(self._running)
+        self._running.clear()
+        if self._strangers:  # some may have ended in their forward
+            self._strangers.intersection_update(sys._current_frames())
+        self._forwards += 1
+        self._log.clear()
+        self._alone.clear()
+        self._within.clear()
+        self._sorted = NOTHING
+        self._no_shortcuts()
+        if not self._wanted and not self._strangers:
+            (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = get_ident(), self._running
-        if self._strangers:
-            self._ends_strange(module)
+        if thread in self._strangers and not called_by_itself(module):
+            self._strangers.discard(thread)
         if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:

@@ -7,9 +7,6 @@ from typing import Literal
 
 __all__ = ["Message"]
 
-# What quotes an empty text, such as that of an error without one: "raised was `AssertionError`: ``."
-NOTHING = re.compile(r"\s*[:：]?\s*(?<![`\w])``(?![`\w])")
-
 
 @dataclass(frozen=True)
 class Message:
@@ -25,10 +22,6 @@ class Message:
     zh: str
     en: str
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        for half in ("zh", "en"):
-            object.__setattr__(self, half, NOTHING.sub("", getattr(self, half)))
 
     def _repr_html_(self) -> str:
         halves = "".join(

@@ -3,8 +3,6 @@
 `python -m hooklab.lesson` says in both languages what is missing and how to get it.
 """
 
-import dis
-import json
 import os
 import re
 import sys
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hooklab import _graphviz
+from hooklab import _cells_above, _graphviz
 from hooklab._message import Message
 
 __all__ = ["cached_weights", "check_environment", "start"]
@@ -29,7 +27,8 @@ def start() -> None:
     """Make what the cells print the same on every machine. Prints nothing; calling it again is harmless.
 
     Two threads (or HOOKLAB_THREADS), four decimals, one-line warnings without a path, figures of one size,
-    errors that show the lines of the cells and not PyTorch's, and pictures that say in words what is drawn in them.
+    errors that show the lines of the cells and not PyTorch's, and say where a cell above has not run, and pictures that
+    say in words what is drawn in them.
 
     Raises:
         RuntimeError: PyTorch is older than the course needs, or HOOKLAB_THREADS is no positive number.
@@ -192,10 +191,10 @@ def _show_own_lines(
     """Show an error with the lines of the learner's cells alone; the magic %tb shows PyTorch's lines too."""
     try:
         shown = _shown(shell, kind, error, trace)
-        if _is_from_above(shell, error):
+        if (advice := _cells_above.advice(shell, error)) is not None:
             from IPython.display import display
 
-            display(_not_run(error.name))
+            display(advice)
         return shown
     except KeyboardInterrupt:  # a second one: it would make IPython forget this function
         print("KeyboardInterrupt", file=sys.stderr)
@@ -221,54 +220,6 @@ def _shown(shell: Any, kind: type, error: BaseException, trace: Any) -> list[str
     shell._showtraceback(kind, error, shown)
     _keep_what_is_shown(shell, error, shown)
     return shown
-
-
-def _not_run(name: str) -> Message:
-    return Message(
-        "note",
-        f"`{name}` 是上面某一格定义的，那一格在这个内核里还没有运行完。内核一重启，定义过的就都没了。"
-        "请选菜单 Run → Run All Above Selected Cell，再运行这一格。",
-        f"`{name}` is defined by a cell above, which has not run to its end in this kernel. After a restart nothing is "
-        "defined. Choose Run → Run All Above Selected Cell, then run this cell again.",
-    )
-
-
-def _is_from_above(shell: Any, error: BaseException) -> bool:
-    """Would a cell above have defined the name that is missing? JupyterLab says which cell runs, the server in which file."""
-    if type(error) is not NameError or not hasattr(shell, "kernel") or error.name in shell.user_ns:
-        return False
-    asked = shell.kernel.get_parent("shell").get("metadata", {})
-    if "raises-exception" in asked.get("tags", ()):  # it is meant
-        return False
-    try:
-        return error.name in _defined_above(shell, asked["cellId"])
-    except Exception:  # another program than JupyterLab, or another file: the error says enough
-        return False
-
-
-def _defined_above(shell: Any, asked: str) -> set[str]:
-    """The names that there would be if the cells above had been run."""
-    cells = json.loads(Path(os.environ["JPY_SESSION_NAME"]).read_text(encoding="utf-8"))["cells"]
-    position = [cell["id"] for cell in cells].index(asked)
-    defined: set[str] = set()
-    for cell in cells[:position]:
-        if cell["cell_type"] == "code":
-            _run_in_mind(shell.transform_cell("".join(cell["source"])), defined)
-    return defined
-
-
-def _run_in_mind(source: str, defined: set[str]) -> None:
-    """Add the names that a cell defines, and take away those that it deletes."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            steps = list(dis.get_instructions(compile(source, "", "exec")))
-    except (SyntaxError, ValueError):
-        return
-    for step in steps:
-        if step.opname == "STORE_NAME":
-            defined.add(step.argval)
-        elif step.opname == "DELETE_NAME":
-            defined.discard(step.argval)
 
 
 def _keep_what_is_shown(shell: Any, error: BaseException, shown: list[str]) -> None:

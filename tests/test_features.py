@@ -1372,11 +1372,11 @@ def test_the_run_of_other_features_in_another_thread_does_not_count(x):
 
 
 def test_threads_that_only_run_each_read_their_own(x):
-    model, wrong = mlp(4, 8, 8, 8, 2), []
+    model, wrong = mlp(4, *[8] * 16, 2), []
 
     def use(number):
-        with torch.no_grad(), features(model, "0", "2") as f:
-            for step in range(60):
+        with torch.no_grad(), features(model, "0", "16") as f:
+            for step in range(150):
                 given = torch.full((3, 4), float(number * 100 + step))
                 f.run(given)
                 want = model[0].forward(given)

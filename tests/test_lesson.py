@@ -16,7 +16,7 @@ import torch
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
-from hooklab import _graphviz, lesson
+from hooklab import _cells_above, _graphviz, lesson
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -284,7 +284,10 @@ def missing(monkeypatch, tmp_path):
             user_ns=dict.fromkeys(known), transform_cell=TransformerManager().transform_cell
         )
         shell.kernel = SimpleNamespace(get_parent=lambda channel: said)
-        return lesson._is_from_above(shell, kind("a name", name=name) if kind is NameError else kind(name))
+        error = kind("a name", name=name) if kind is NameError else kind(name)
+        found = _cells_above.advice(shell, error)
+        assert found is None or (f"`{name}`" in found.zh and f"`{name}`" in found.en)
+        return found is not None
 
     return ask
 

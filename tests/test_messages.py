@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from hooklab import check
-from hooklab._message import Message
-from hooklab.exercises.check import Exercise, refuse
 
 
 class Stamp:
@@ -60,25 +58,6 @@ def test_the_line_that_raised_is_shown_whatever_the_answer_is(answer):
 def test_no_line_is_shown_of_what_the_learner_has_not_written():
     message = check.exercise("00.A", functools.partial(print, end=3))
     assert (message.reason, "The line" in message.en) == ("raised", False)
-
-
-def test_an_error_without_a_text_leaves_no_empty_code():
-    def bare(answer):
-        refuse(
-            "bare",
-            zh="应当抛出 `RuntimeError`，抛出的是 `AssertionError`：``。再看 `x`。",
-            en="A `RuntimeError` is wanted; raised was `AssertionError`: ``. Look at `x`.",
-        )
-
-    message = check.exercise(Exercise("99.A", bare, None, {}, zh="", en=""), 1)
-    assert message.zh.endswith("抛出的是 `AssertionError`。再看 `x`。")
-    assert message.en.endswith("raised was `AssertionError`. Look at `x`.")
-    assert "raised was <code>AssertionError</code>. Look at <code>x</code>." in message._repr_html_()
-
-
-@pytest.mark.parametrize("text", ["`a``b`", "``a` b`", "`a`: `b`"])
-def test_nothing_else_is_taken_for_empty_code(text):
-    assert Message("note", text, text).en == text
 
 
 def test_a_bare_assertion_is_named_in_an_exercise_of_the_course():

@@ -34,7 +34,10 @@ def _looks(given: Any) -> Iterator[Callable[[], tuple[str, str] | None]]:
     """Each tells, later, what is not as it is now."""
     if isinstance(given, nn.Module):
         for name, module in given.named_modules():
-            yield functools.partial(_flag, name, module, "training", module.training)
+            # Numbers are left out: a model may count its calls.
+            for flag, value in vars(module).items():
+                if isinstance(value, bool) and not flag.startswith("_"):
+                    yield functools.partial(_flag, name, module, flag, value)
         for name, param in given.named_parameters():
             yield functools.partial(_flag, name, param, "requires_grad", param.requires_grad)
             if param.grad is not None:
@@ -48,7 +51,7 @@ def _looks(given: Any) -> Iterator[Callable[[], tuple[str, str] | None]]:
 
 
 def _flag(name: str, owner: Any, flag: str, old: bool) -> tuple[str, str] | None:
-    if (now := getattr(owner, flag)) == old:
+    if (now := getattr(owner, flag, None)) == old:
         return None
     zh, en = ("张量", "a tensor") if isinstance(owner, Tensor) else ("模型", "the model")
     if name:

@@ -33,6 +33,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
+from torch.utils.hooks import RemovableHandle
 
 from hooklab._agree import agree, as_meant, shown
 from hooklab._message import Message
@@ -50,6 +51,7 @@ __all__ = [
     "refuse",
     "refuse_from_before",
     "refuse_latest_call",
+    "refuse_removing_others",
     "said",
     "within",
 ]
@@ -240,6 +242,23 @@ def refuse_latest_call() -> Never:
         en="It was called twice, each time with something else; the hooks of the first call now work with what the second was "
         "given. Where are the arguments kept? There is only one of a global variable.",
     )
+
+
+def refuse_removing_others(
+    register: Callable[[Callable], RemovableHandle], hang: Callable[[], RemovableHandle]
+) -> None:
+    """`hang()` gives the answer's handle. A hook that `register` puts there before it, and one after it, have to stay."""
+    first = register(lambda *args: None)
+    handle = hang()
+    second = register(lambda *args: None)
+    handle.remove()
+    if any(ours.id not in (ours.hooks_dict_ref() or ()) for ours in (first, second)):
+        refuse(
+            "removed_others",
+            zh="对返回的句柄调用 `.remove()`，别人挂在同一处的钩子也没了：只取下自己挂的。",
+            en="`.remove()` of the handle that was returned takes off hooks of others in the same place, too. Take off your own "
+            "only.",
+        )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
-from hooklab.exercises._left_alone import leaves_as_it_was
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
 
 # ---- 00.A: a hook that halves the gradient ----
@@ -95,10 +94,8 @@ def examine_peek(answer):
         for part in (model, model.get_submodule(name)):
             part.register_forward_hook(lambda *args, calls=calls: calls.append("ours"))
         model.zero_grad()
-        want.sum().backward(retain_graph=True)
-        with leaves_as_it_was(model):
-            got = answer(model, name, x)
-        _examine_run(got, calls, want, model, name, shape)
+        want.sum().backward(retain_graph=True)  # gradients that must stay
+        _examine_run(answer(model, name, x), calls, want, model, name, shape)
         _examine_traces(answer, model, name, hung_everywhere)
 
 
@@ -242,7 +239,7 @@ PEEK = Exercise(
     examine_peek,
     peek,
     {
-        "changed_model": lambda model, name, x: peek(model.eval(), name, x),
+        "changed_given": lambda model, name, x: peek(model.eval(), name, x),
         "left_behind": left_behind,
         "left_after_error": left_after_error,
         "removed_others": removed_others,

@@ -7,7 +7,6 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from hooklab.exercises._left_alone import leaves_as_it_was
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
 
 # ---- 11.A: the gradient of any tensor, without touching a .grad ----
@@ -323,9 +322,14 @@ class _HalfUsed(nn.Module):
 def examine_without_gradient(answer):
     model = _HalfUsed()
     model(torch.randn(4, 2)).sum().backward()
-    with leaves_as_it_was(model):
-        got = answer(model)
-    _examine_names(got)
+    _examine_names(answer(model))
+    if filled := [name for name in ("forgotten.weight", "own") if model.get_parameter(name).grad is not None]:
+        refuse(
+            "filled_grad",
+            zh=f"名字都对，可是 `{filled[0]}` 原来没有 `.grad`，你的函数返回以后有了：只看，不要填。",
+            en=f"The names are right, but `{filled[0]}` had no `.grad`, and after your function has returned it has one. Look, do "
+            "not fill.",
+        )
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other[0](torch.randn(4, 2)).sum().backward()
     if sorted(answer(other)) != ["1.bias", "1.weight"]:
@@ -408,7 +412,7 @@ WITHOUT_GRADIENT = Exercise(
         "one_model_only": lambda model: ["forgotten.weight", "forgotten.bias", "own"],
         "missed": lambda model: [name for name in without_gradient(model) if name.endswith("weight")],
         "missed_own": by_layers,
-        "changed_model": fills_with_zeros,
+        "filled_grad": fills_with_zeros,
         "not_names": lambda model: [param for param in model.parameters() if param.grad is None],
         "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
     },

@@ -8,8 +8,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from hooklab.census import hooks_on
-from hooklab.exercises._left_alone import refuse_removing_others
-from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse, refuse_from_before
+from hooklab.exercises.check import (
+    Exercise,
+    Prediction,
+    Refused,
+    expect_like,
+    refuse,
+    refuse_from_before,
+    refuse_removing_others,
+)
 from hooklab.modules import select
 
 # ---- 21.A: a pre-hook that normalises the first argument ----

@@ -324,8 +324,8 @@ def _examine_two_inputs(answer):
     except TypeError as error:
         refuse(
             "one_input",
-            zh=f"`nn.Bilinear` 有两个按位置传的输入，包装以后抛出了 `TypeError: {error}`。参数要原样传进去。",
-            en=f"`nn.Bilinear` takes two inputs by position; wrapped, it raised `TypeError: {error}`. Hand all arguments on.",
+            zh=f"`nn.Bilinear` 有两个按位置传的输入，包装以后抛出了 `{said(error)}`。参数要原样传进去。",
+            en=f"`nn.Bilinear` takes two inputs by position; wrapped, it raised `{said(error)}`. Hand all arguments on.",
         )
 
 
