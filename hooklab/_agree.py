@@ -122,7 +122,9 @@ def _in_order(guess: Any, actual: list | tuple) -> bool:
 
 def _close(guess: Any, actual: Any) -> bool:
     try:
-        guessed, happened = (torch.as_tensor(value, dtype=torch.float64) for value in (guess, actual))
+        guessed, happened = (
+            torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (guess, actual)
+        )
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     same_shape = guessed.shape == happened.shape or guessed.numel() == happened.numel() == 1

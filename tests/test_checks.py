@@ -5,6 +5,8 @@ import html
 import io
 import itertools
 import re
+import subprocess
+import sys
 import weakref
 from contextlib import contextmanager
 from functools import cache, partial
@@ -1164,6 +1166,22 @@ def test_what_the_learner_has_open_is_not_held_against_an_answer():
 def test_the_solution_passes_in_inference_mode_too(exercise):
     with torch.inference_mode():
         assert check.exercise(exercise, exercise.solution).kind == "right"
+
+
+def test_the_solutions_pass_whatever_dtype_and_device_are_the_default():
+    script = """
+import torch
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+from hooklab.exercises import check
+exercises = [one for one in check._all_checks() if isinstance(one, check.Exercise)]
+messages = [check.exercise(one, one.solution) for one in exercises]
+print([str(message) for message in messages if message.kind != "right"], len(messages))
+print(check.predict("11.1", [1.0, 2.0], actual=torch.tensor([1.0, 2.0], device="cpu")).kind)
+print(torch.get_default_dtype(), torch.get_default_device())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert run.stdout.splitlines() == [f"[] {len(EXERCISES)}", "right", "torch.float64 meta"], run.stderr
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")

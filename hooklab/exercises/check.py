@@ -123,7 +123,7 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
                     "parentheses too many?",
                 )
             changes: list[tuple[str, str]] = []
-            with _no_global_hooks(), grad_stays_on():
+            with _no_global_hooks(), _usual_defaults(), grad_stays_on():
                 task.examine(watched(answer, changes))
             if changes:
                 zh, en = changes[0]
@@ -262,6 +262,18 @@ def refuse_removing_others(
 
 
 @contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """A check makes its tensors without a dtype and a device; the learner may have chosen other defaults."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
 def _no_global_hooks() -> Iterator[None]:
     """The learner's own would be taken for the answer's, and one that a wrong answer leaves would reach every later module."""
     names = [f"_global_{when}_hooks" for when in ("forward_pre", "forward", "backward_pre", "backward")]
@@ -334,4 +346,7 @@ def _all_checks() -> list[Exercise | Prediction]:
     names = sorted(
         module.name for module in pkgutil.iter_modules(package.__path__) if module.name.startswith("n")
     )
-    return [item for name in names for item in importlib.import_module(f"hooklab.exercises.{name}").CHECKS]
+    with _usual_defaults():  # a file may make tensors when it is imported
+        return [
+            item for name in names for item in importlib.import_module(f"hooklab.exercises.{name}").CHECKS
+        ]
