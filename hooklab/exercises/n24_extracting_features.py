@@ -574,12 +574,13 @@ class _Images(nn.Module):
 
 def examine_embed(answer):
     torch.manual_seed(0)
-    model, seen, dropping = _Images(), [], []
+    model, seen, dropping, building = _Images(), [], [], []
     batches = [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8), torch.randn(1, 1, 8, 8)]
     want = embed(deepcopy(model), "norm", batches)
     ruined = embed(deepcopy(model), "relu", batches)
     model.norm.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), module.training)))
     model.drop.register_forward_pre_hook(lambda module, args: dropping.append(module.training))
+    model.norm.register_forward_pre_hook(lambda module, args: building.append(args[0].requires_grad))
     modes = {name: module.training for name, module in model.named_modules()}
     frozen = [param.requires_grad for param in model.parameters()]
     hooks, attributes = _Hooks(model), _attributes(model)
@@ -589,6 +590,13 @@ def examine_embed(answer):
         more = hooks.left()
     _examine_seen(seen, dropping)
     _examine_embedding(got, want, ruined)
+    if any(building):
+        refuse(
+            "graph_built",
+            zh="返回的张量不带计算图，可前向还是建了计算图，每一批的中间结果都先存了下来；最后才 `detach`，已经晚了。",
+            en="What came back has no graph, but the forward has built one, and first kept what every batch computed on the way: "
+            "to `detach` at the end is too late.",
+        )
     hooks.examine(more)
     _examine_modes(model, modes)
     _examine_frozen(model, frozen)
@@ -825,6 +833,7 @@ EMBED = Exercise(
         "unfroze": unfroze,
         "overwritten": mean_afterwards,
         "keeps_graph": _restoring(lambda *given: torch.cat(_means(*given))),
+        "graph_built": _restoring(lambda *given: torch.cat(_means(*given)).detach()),
         "requires_grad": lambda *given: embed(*given).requires_grad_(),
         "last_batch_only": last_batch_only,
         "not_joined": _restoring(torch.no_grad()(_means)),
