@@ -56,10 +56,14 @@ def unhookable(function: str, name: str, tensor: object) -> None:
             f"{function}({name}=...): this parameter is frozen (requires_grad=False), so no gradient will reach it; "
             "leave it out: take only the parameters with requires_grad=True"
         )
+    cure = f"call {name}.requires_grad_() before computing with it, and check that torch.no_grad() is off"
+    if tensor.is_inference():
+        cure = (
+            f"it was made in torch.inference_mode(): make it outside, or take {name}.clone().requires_grad_()"
+        )
     raise ValueError(
         f"{function}({name}=...): this tensor of shape {tuple(tensor.shape)} has requires_grad=False, so no "
-        f"gradient will reach it; call {name}.requires_grad_() before computing with it, and check that "
-        "torch.no_grad() is off"
+        f"gradient will reach it; {cure}"
     )
 
 

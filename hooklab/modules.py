@@ -118,10 +118,11 @@ def features(
         *patterns: which layers, as in `select`. Containers that are never called (`nn.ModuleList`) are left out,
             and TorchScript modules (scripted ones take no hooks).
         keep: what to keep of each output tensor, any shape, dtype and device. By default the tensor without its
-            graph, in the same memory; `lambda t: t.detach().clone()` for a copy; `lambda t: t` to keep the
-            graph, and with it everything behind; `with_grad` for the gradient too. In nested tuples, lists,
-            dicts, dataclasses and a `TensorDict` it is applied to each tensor; objects of other classes are
-            kept as they are, with their graph (the cache of a transformer: run that with `use_cache=False`).
+            graph, in the same memory; `lambda t: t.detach().clone()` for a copy. What `keep` is given has its graph:
+            `lambda t: t.mean((2, 3))` without `detach` keeps that, and everything behind it, as `lambda t: t` does on
+            purpose. `with_grad` keeps the gradient, too. In nested tuples, lists, dicts, dataclasses and a
+            `TensorDict` it is applied to each tensor; objects of other classes are kept as they are, with their
+            graph (the cache of a transformer: run that with `use_cache=False`).
             What is kept under `torch.vmap` belongs to that transform, and cannot be read after it. Under checkpointing
             `keep` runs in the recomputation too, where what it returns is dropped: if it draws random numbers, let the
             block begin before the forward and end after backward.

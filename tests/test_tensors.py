@@ -129,6 +129,14 @@ def test_watch_refuses_a_tensor_that_needs_no_gradient_and_hooks_nothing(x):
     assert not x._backward_hooks
 
 
+def test_watch_says_what_to_do_with_a_tensor_from_inference_mode():
+    with torch.inference_mode():
+        y = torch.ones(2)
+    with pytest.raises(ValueError, match=r"inference_mode\(\): .*y\.clone\(\)\.requires_grad_\(\)"):
+        watch(y=y)
+    assert not watch(y=y.clone().requires_grad_())
+
+
 @pytest.mark.parametrize(
     ("thing", "words"),
     [
