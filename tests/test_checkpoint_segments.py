@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 import threading
 import warnings
@@ -168,6 +169,19 @@ def test_without_grad_nothing_is_checkpointed():
     expected = model(x)
     with checkpoint_segments(model, {"body": 2}), torch.no_grad():
         assert torch.equal(model(x), expected)
+    edits = nn.Sequential(Adds(), nn.Linear(2, 2))
+    with checkpoint_segments(edits, {"": 2}):
+        for given in torch.zeros(2, 3, 2):  # also the first time
+            with torch.no_grad():
+                edits(given)
+            assert given.all()
+        with pytest.raises(RuntimeError, match="edits its input in place"):
+            edits(torch.zeros(3, 2))
+
+
+class Adds(nn.Module):
+    def forward(self, x):
+        return x.add_(1)
 
 
 def test_composed_with_offload_the_inputs_move_and_gradients_are_equal():
@@ -746,6 +760,64 @@ def test_a_buffer_edited_through_data_has_its_old_value_again(codes):
     assert plain[0][1].codes.abs().max() < 10
 
 
+@pytest.mark.parametrize("numbers", [4_096, 4_097])
+def test_of_a_large_buffer_that_stays_as_it_is_there_is_no_copy(numbers):
+    class Mask(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(numbers, dtype=torch.int16))
+
+        def forward(self, x):
+            return x * self.mask.sum()
+
+    def masks():
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.dtype == torch.int16 for one in gc.get_objects())
+
+    model = nn.Sequential(nn.Linear(2, 2), Mask())
+    before = masks()
+    with checkpoint_segments(model, {"": 2}):
+        loss = model(torch.ones(1, 2)).sum()
+        assert masks() - before == (1 if numbers == 4_096 else 0)
+        loss.backward()
+    assert model[0].bias.grad.tolist() == [numbers, numbers]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(100, 100).to_sparse(),
+        lambda: torch.ones(100, 100).to_sparse_csr(),
+        lambda: torch.ones(100, 100, device="meta"),
+        lambda: torch.full((5_000,), torch.nan),
+        lambda: torch.ones(0),
+    ],
+)
+def test_buffers_that_cannot_be_compared(make):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("other", make())
+
+        def forward(self, x):
+            return x * (1 + self.other.dim())
+
+    model = nn.Sequential(nn.Linear(2, 2), Keeps())
+    other = model[1].other
+    with checkpoint_segments(model, {"": 2}):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model[0].bias.grad.tolist() == [1 + other.dim()] * 2
+    assert model[1].other is other
+
+
+def test_a_model_on_the_meta_device():
+    model = net().to("meta")
+    with checkpoint_segments(model, {"body": 2}):
+        model(torch.ones(8, 4, device="meta")).sum().backward()
+    assert all(param.grad.is_meta for param in model.parameters())
+
+
 @pytest.mark.parametrize("numbers", [10, 5_000])
 def test_a_buffer_edited_between_forward_and_backward_changes_no_gradient_in_secret(numbers):
     class Scale(nn.Module):
@@ -1174,6 +1246,22 @@ def test_parameters_that_a_functional_call_gave_are_those_of_the_recomputation(h
 class Squared(nn.Module):
     def forward(self, weight):
         return weight * weight
+
+
+def test_a_recomputation_among_what_parametrize_has_cached_since_then():
+    def gradients(plan):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        parametrize.register_parametrization(model[0], "weight", Squared())
+        with contextlib.nullcontext() if plan is None else checkpoint_segments(model, plan):
+            loss = model(torch.randn(8, 8)).sum()
+            with parametrize.cached():
+                cached = model[0].weight
+                loss.backward()
+                assert model[0].weight is cached
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients({"": 2}), gradients(None)))
 
 
 @pytest.mark.parametrize("inside", [True, False])
