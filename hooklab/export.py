@@ -1,4 +1,4 @@
-"""One language alone in what nbconvert makes of a notebook: slides, a page, a script.
+"""Slides on which nothing is cut off, and one language alone in what nbconvert makes of a notebook: slides, a page, a script.
 
     jupyter nbconvert --to slides --SlidesExporter.preprocessors=hooklab.export.English notebooks/11_reading_gradients.ipynb
 
@@ -11,12 +11,39 @@ from typing import Any, ClassVar
 from nbconvert.preprocessors import Preprocessor
 from nbformat import NotebookNode
 
-__all__ = ["Chinese", "English"]
+__all__ = ["Both", "Chinese", "English"]
 
 HEADING = re.compile(r"^(#+ (?:\d+ )?)(.+?) · (.+)$", re.MULTILINE)  # `## 3 中文 · English`
 
+# A slide that is longer than the screen scrolls, and a long line of code wraps: nbconvert's own page cuts both off.
+STYLE = """
 
-class OneLanguage(Preprocessor):
+<style>
+.reveal .slides section section { max-height: 100%; overflow: hidden auto; box-sizing: border-box; }
+.reveal .jp-InputArea-editor pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>"""
+
+
+class Both(Preprocessor):
+    """Both languages, as they are; slides get a style of their own."""
+
+    def preprocess(
+        self, notebook: NotebookNode, resources: dict[str, Any]
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The notebook for its exporter, and the resources as they were."""
+        notebook, resources = super().preprocess(notebook, resources)
+        if resources.get("output_extension") == ".slides.html":
+            notebook.cells[0].source += STYLE
+        return notebook, resources
+
+    def preprocess_cell(
+        self, cell: NotebookNode, resources: dict[str, Any], index: int
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The cell and the resources as they were."""
+        return cell, resources
+
+
+class OneLanguage(Both):
     """Leaves one language in prose, headings and messages; code and what it prints are for all."""
 
     other: ClassVar[str]  # the value of `lang` that goes

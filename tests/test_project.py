@@ -211,6 +211,19 @@ def test_a_script_made_of_a_notebook_holds_its_prose():
     assert '# <div lang="zh">' in script
 
 
+@pytest.mark.parametrize("language", ["Both", "Chinese", "English"])
+def test_slides_scroll_and_wrap_and_fold(language):
+    """A style of their own, once, which no script has; what is folded stays inside its fold."""
+    kinds = {SlidesExporter: 1, ScriptExporter: 0}
+    source = str(notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb")
+    for exporter, count in kinds.items():
+        config = Config({exporter.__name__: {"preprocessors": [f"hooklab.export.{language}"]}})
+        text, _ = exporter(config=config).from_filename(source)
+        assert len(re.findall(r"max-height: 100%; overflow: hidden auto", text)) == count
+        if exporter is SlidesExporter:
+            assert re.search(r"<details><summary>[^<]*</summary>\s*<p>", text)
+
+
 @pytest.mark.parametrize("language", ["Chinese", "English"])
 def test_slides_in_one_language_hold_nothing_of_the_other(language):
     """As the README says: a column for every section all the same, and every message of a check."""
