@@ -97,6 +97,18 @@ def examine_peek(answer):
         want.sum().backward(retain_graph=True)  # gradients that must stay
         _examine_run(answer(model, name, x), calls, want, model, name, shape)
         _examine_traces(answer, model, name, hung_everywhere)
+    deep = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Linear(5, 2))
+    try:
+        shape = answer(deep, "0.0", torch.ones(4, 3))[1]
+    except (AttributeError, KeyError):
+        shape = None
+    if shape != (4, 5):
+        refuse(
+            "direct_children",
+            zh="名字可以带点：`0.0` 是子模块 `0` 里面的子模块 `0`，你的函数没有找到它。看看提示里的 `get_submodule`。",
+            en="A name may have dots: `0.0` is the submodule `0` of the submodule `0`, and your function has not found it. See "
+            "`get_submodule` in the hint.",
+        )
 
 
 def _examine_run(got, calls, want, model, name, inside):
@@ -227,6 +239,16 @@ def detached(model, name, x):
         return peek(model, name, x)
 
 
+def direct_children(model, name, x):
+    shapes = []
+    child = getattr(model, name)
+    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    try:
+        return model(x), shapes[0]
+    finally:
+        handle.remove()
+
+
 def hid_the_error(model, name, x):
     try:
         return peek(model, name, x)
@@ -246,6 +268,7 @@ PEEK = Exercise(
         "raised": returned_the_shape,
         "wrong_call_count": called_forward,
         "detached": detached,
+        "direct_children": direct_children,
         "hid_the_error": hid_the_error,
         "swapped": lambda model, name, x: peek(model, name, x)[::-1],
         "not_a_pair": lambda model, name, x: model(x),

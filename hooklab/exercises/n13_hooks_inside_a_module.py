@@ -372,9 +372,14 @@ def _examine_output(output, plain):
 
 
 def _examine_editable(answer):
-    layer = nn.Linear(3, 2)
-    handle = answer(layer, lambda grad: None)
-    outcome = _outcome(lambda: layer(torch.randn(4, 3)).relu_())
+    layer, calls = nn.Linear(3, 2), []
+
+    def hook(grad):
+        calls.append(1)
+        return grad * 2
+
+    handle = answer(layer, hook)
+    outcome = _outcome(lambda: layer(torch.randn(4, 3)).exp_())
     handle.remove()
     if isinstance(outcome, RuntimeError) and "BackwardHookFunction" not in str(outcome):
         raise outcome
@@ -384,6 +389,14 @@ def _examine_editable(answer):
             zh="后面接 `nn.ReLU(inplace=True)` 就报错：模块的反向钩子会把输出变成视图，不许原地改。用别的钩子。",
             en="With `nn.ReLU(inplace=True)` behind it raises: a module's backward hook makes the output a view that may not be "
             "edited in place. Use another kind of hook.",
+        )
+    outcome.sum().backward()
+    if not calls and outcome._is_view():
+        refuse(
+            "hooked_a_view",
+            zh="后面接原地操作，前向不报错，`hook` 却一次也没有被调用：你把输出换成了视图，视图被原地改写以后，挂在它上面的钩子就不再触发。挂在输出自己身上。",
+            en="When the output is then edited in place nothing fails, but `hook` was never called: you made the output a view, and "
+            "a hook on a view is silent once that is edited. Hang it on the output itself.",
         )
 
 
@@ -633,6 +646,16 @@ class _Cleared:
         self.module._forward_hooks.clear()
 
 
+def hooked_a_view(module, hook):
+    def hang(module, args, output):
+        if output.requires_grad:
+            output = output.view_as(output)
+            output.register_hook(hook)
+            return output
+
+    return module.register_forward_hook(hang)
+
+
 HOOK_OUTPUT = Exercise(
     "13.B",
     examine_hook_output,
@@ -658,6 +681,7 @@ HOOK_OUTPUT = Exercise(
         "none_replaces": none_replaces,
         "still_there": still_there,
         "full_backward_hook": full_backward_hook,
+        "hooked_a_view": hooked_a_view,
     },
     zh="不改类，一个函数就够到了 `forward` 里的张量，后面接原地操作也不怕。",
     en="One function reaches a tensor inside `forward` without touching the class, in-place operations behind it included.",

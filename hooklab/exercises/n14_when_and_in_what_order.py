@@ -120,6 +120,19 @@ def examine_on_first_gradient(answer):
             en="Right for a tensor in the middle; where `tensor` is a leaf, `torch.autograd.grad(…, tensor)` did not call it, or "
             "raised. Which is the only kind of hook that fired on the leaf in section 1?",
         )
+    seen.clear()
+    (leaf * 3).sum().backward()
+    seen.clear()
+    answer(leaf, function)
+    for _ in range(2):
+        (leaf * 3).sum().backward()
+    if len(seen) != 1:
+        refuse(
+            "asks_for_grad",
+            zh=f"`tensor` 是叶子，`.grad` 里还有更早一次反向的梯度时，又反向两遍，`function` 被调用了 {len(seen)} 次，应当 1 次。“第一次”从你挂上钩子算起，不看 `.grad`。",
+            en=f"For a leaf whose `.grad` held the gradient of an earlier backward, two more backwards called `function` {len(seen)} "
+            "times instead of 1. The first counts from your hook on; `.grad` does not tell it.",
+        )
 
 
 def _examine_apart(answer):
@@ -275,6 +288,15 @@ def reads_grad(tensor, function):
     handle = tensor.register_hook(hook)
 
 
+def asks_for_grad(tensor, function):
+    def hook(grad):
+        if grad is not None and (not tensor.is_leaf or tensor.grad is None):
+            function(grad)
+            handle.remove()
+
+    handle = tensor.register_hook(hook)
+
+
 ON_FIRST_GRADIENT = Exercise(
     "14.A",
     examine_on_first_gradient,
@@ -294,6 +316,7 @@ ON_FIRST_GRADIENT = Exercise(
         "shared": one_handle_for_all,
         "one_per_tensor": once_per_id,
         "counted_none": counts_none,
+        "asks_for_grad": asks_for_grad,
     },
     zh="触发一次，取下自己，不动梯度。",
     en="It fires once, takes itself off, and leaves the gradient alone.",
