@@ -13,6 +13,8 @@ __all__ = ["agree", "as_meant", "shown"]
 # Of a Chinese keyboard or a web page; NFKC knows the full-width ones.
 SIGNS = str.maketrans(dict.fromkeys("“”„「」『』", '"') | dict.fromkeys("‘’", "'") | {"\N{MINUS SIGN}": "-"})
 BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
+# A number with the word for what is counted. Units that have a size are no such words.
+COUNTED = re.compile(r"([+-]?[\d.]+) ?(?:次|个|遍|层|times?|x)")
 FRACTION = re.compile(r"([+-]?\d+\.?\d*)\s*/\s*(\d+\.?\d*)")
 
 
@@ -24,6 +26,8 @@ def agree(guess: Any, actual: Any) -> bool:
         if guess.casefold() == shown(actual).casefold():
             return True
     if isinstance(actual, set | frozenset):
+        if not actual and guess in ("nothing", "空集"):
+            return True
         return {str(item).casefold() for item in actual} in _names(guess)
     if isinstance(actual, str):
         return _as_text(guess).casefold() == actual.strip().casefold()
@@ -64,7 +68,7 @@ def shown(value: Any, *, braces: bool = False) -> str:
         return text if re.search("[.en]", text) else f"{text}.0"
     if isinstance(value, set | frozenset):
         names = ", ".join(sorted(map(shown, value)))
-        return f"{{{names}}}" if braces else names or "nothing"
+        return f"{{{names}}}" if braces else names or "set()"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(shown, value)) + "]"
     return str(value).replace("`", "'") or "''"
@@ -82,7 +86,9 @@ def _typed(text: str) -> str:
 
 
 def _literal(text: str) -> Any:
-    """What a guess in quotes would be without them: "[1, 2]", "true", "None", "1/3"."""
+    """What a guess in quotes would be without them: "[1, 2]", "true", "None", "1/3", "2 次"."""
+    if counted := COUNTED.fullmatch(text):
+        text = counted[1]
     if (parts := FRACTION.fullmatch(text)) and float(parts[2]):
         return float(parts[1]) / float(parts[2])
     try:

@@ -319,7 +319,7 @@ def test_a_guess_is_compared_by_its_meaning(guess, actual, right):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0.0"), (2.2e-07, "2.2e-07"), (1 / 3, "0.3333"), (float("nan"), "nan"), (torch.tensor([1.0, 2.0]), "[1.0, 2.0]"),
-     ({"b", "a"}, "a, b"), (set(), "nothing"), (True, "True"), (None, "None")],
+     ({"b", "a"}, "a, b"), (set(), "set()"), (True, "True"), (None, "None")],
 )  # fmt: skip
 def test_a_value_is_shown_as_one_would_write_it(value, text):
     assert f"it is `{text}`" in check.predict("11.1", "no such thing", actual=value).en
@@ -331,6 +331,7 @@ def test_a_missing_guess_is_not_attempted_whatever_happened():
 
 def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
     assert check.predict("11.4", (25, 0), actual=24_000).en.startswith("You said `25000`; it is `24000`.")
+    check._first.clear()
     message = check.predict("11.4", 1, actual=2)
     assert message.en.startswith("You said `1`; it is `2`. The dictionary's keys are numbers")
     assert message.zh.startswith("你猜的是 `1`，实际是 `2`。")

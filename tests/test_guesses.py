@@ -40,7 +40,8 @@ ALIVE = [False, False, True, False]  # 31.1
         *[(guess, TWO_FIRE) for guess in ("tensor hook, Node hook", "Node hook和tensor hook", "{node hook，tensor hook}")],
         *[(guess, ALIVE) for guess in ("False，False，True，False", ["false", "False", "true", False])],
         ("false, false, true, false", ALIVE),
-        ("nothing", set()),
+        *[(guess, set()) for guess in ("nothing", "空集", set())],
+        *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x")],
     ],
 )  # fmt: skip
 def test_a_right_guess_in_another_dress(guess, actual):
@@ -51,6 +52,8 @@ def test_a_right_guess_in_another_dress(guess, actual):
     ("guess", "actual"),
     [
         *[(guess, 1) for guess in ({2}, {1, 2}, [1, 1], [], {}, set(), "{2}", "{1, 2}", True, {True}, "1.5", "1/2", "1/0")],
+        *[(guess, 2) for guess in ("3次", "次", "2 GB", "2 或 3 次", "2 3次")],
+        *[(guess, FIRE) for guess in ("空集", set())],
         *[(guess, 100) for guess in (101, [101], {101}, "101")],  # whole numbers agree exactly
         *[(guess, 0.25) for guess in ({0.5}, "1/3", "4/1", "-1/4", "1/0")],
         *[(guess, True) for guess in ({False}, [1], {1}, "[False]", [True, True])],
@@ -89,3 +92,21 @@ def test_a_set_is_shown_with_its_braces_where_none_was_asked_for():
 def test_an_empty_guess_and_backticks_are_shown_as_code():
     assert "<code>''</code>" in check.predict("11.1", "", actual=1)._repr_html_()
     assert "<code>'x' or 'y'</code>" in check.predict("11.1", "`x` or `y`", actual=1)._repr_html_()
+
+
+def test_a_value_that_is_another_than_at_first_is_announced():
+    question = check.Prediction("99.1", zh="解释。", en="The reason.")
+    check.predict(question, None, actual=2)
+    assert "first" not in check.predict(question, 2, actual=2).en
+    for guess, kind in ((2, "wrong"), (1, "right")):  # a later cell has counted on
+        message = check.predict(question, guess, actual=1)
+        assert message.kind == kind
+        assert "the value was `2`" in message.en
+        assert "实际值是 `2`" in message.zh
+    assert "first" not in check.predict(question, 2, actual=torch.tensor(2)).en
+
+
+def test_an_empty_guess_is_shown_as_it_was_written():
+    message = check.predict(check.Prediction("99.2", zh="", en=""), set(), actual={"tensor hook"})
+    assert "你猜的是 `set()`" in message.zh
+    assert "You said `set()`" in message.en

@@ -169,12 +169,15 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     Args:
         which: the prediction's id, such as "11.1", or a `Prediction` of your own.
         guess: what the learner expected; None means not attempted yet (guess "None" for None).
-        actual: the value that the learner's own run has produced.
+        actual: the value that the learner's own run has produced. Where it is another than at the first time, the
+            message says so: cells below may have changed it.
 
     Raises:
         KeyError: no prediction has this id.
     """
     question = which if isinstance(which, Prediction) else _find(which, Prediction)
+    happened = shown(actual)
+    first = _first.setdefault(question.id, happened)
     if guess is None or guess is ...:
         return Message(
             "todo",
@@ -182,16 +185,30 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
             "Not attempted yet. Replace `None` in `guess = None` with what you expect, then run on.",
         )
     guess = as_meant(guess, actual)
+    zh, en = question.zh, question.en
+    if happened != first:
+        zh = (
+            f"第一次运行到这一格时，实际值是 `{first}`。代码没有改过的话，就是后面的代码格改动了它："
+            f"从这一节的第一个代码格起重新运行，再看结果。{zh}"
+        )
+        en = (
+            f"When this cell first ran, the value was `{first}`. If you have not changed the code, a later cell has changed the "
+            f"value: run again from the first code cell of this section, and then look. {en}"
+        )
     if agree(guess, actual):
-        return Message("right", f"猜对了。{question.zh}", f"As you said. {question.en}")
+        return Message("right", f"猜对了。{zh}", f"As you said. {en}")
     # With the braces it can be seen why a set is no list.
-    guessed, happened = shown(guess, braces=not isinstance(actual, set | frozenset)), shown(actual)
+    guessed = shown(guess, braces=not isinstance(actual, set | frozenset))
     return Message(
         "wrong",
-        f"你猜的是 `{guessed}`，实际是 `{happened}`。{question.zh}",
-        f"You said `{guessed}`; it is `{happened}`. {question.en}",
+        f"你猜的是 `{guessed}`，实际是 `{happened}`。{zh}",
+        f"You said `{guessed}`; it is `{happened}`. {en}",
         "other",
     )
+
+
+# By the id of a prediction: what happened when it was first looked at. Later cells use the same names again.
+_first: dict[str, str] = {}
 
 
 def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:

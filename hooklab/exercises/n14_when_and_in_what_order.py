@@ -130,7 +130,7 @@ def examine_on_first_gradient(answer):
         refuse(
             "asks_for_grad",
             zh=f"`tensor` 是叶子，`.grad` 里还有更早一次反向的梯度时，又反向两遍，`function` 被调用了 {len(seen)} 次，应当 1 次。“第一次”从你挂上钩子算起，不看 `.grad`。",
-            en=f"For a leaf whose `.grad` held the gradient of an earlier backward, two more backwards called `function` {len(seen)} "
+            en=f"For a leaf `tensor` whose `.grad` held the gradient of an earlier backward, two more backwards called `function` {len(seen)} "
             "times instead of 1. The first counts from your hook on; `.grad` does not tell it.",
         )
 
