@@ -151,8 +151,10 @@ class Queue:
                 self.oldest += 1
 
     def enter(self) -> None:
-        """A block begins."""
+        """A block begins. What an older one has saved may have been filled anew since then, as by NumPy, unnoticed."""
         with self.lock:
+            if not self.blocks:
+                self.found.clear()
             self.blocks += 1
 
     def leave(self) -> None:

@@ -97,7 +97,9 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     versions = list(map(_version, inputs))
     state = State(segment)
     # Stopping early means stopping at the last save, and RReLU fills its noise after that.
-    early = not any(isinstance(module, nn.RReLU) for module in state.owners)
+    early = not any(
+        isinstance(one, nn.RReLU) or getattr(one, "original_name", "") == "RReLU" for one in state.owners
+    )
     output = checkpoint(run, *leaves, use_reentrant=False, early_stop=early)
     found = _tensors(leaves)
     if list(map(id, found)) != list(map(id, inputs)) or list(map(_version, found)) != versions:

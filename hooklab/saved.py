@@ -62,10 +62,11 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on
     the GPUs of the tensors that a segment is given (inside an object they do not count); not those of a
-    `torch.Generator` of your own, or of NumPy. Buffers that are views of one another are copied apart. All else that a
-    block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that
-    change an output (take them off after backward), attributes that are no buffers, globals. Blocks may write into a
-    list, a dict or an object that they are given: each run has a copy, of an object one level deep (`copy.copy`).
+    `torch.Generator` of your own, or of NumPy; of RReLU where it is the module, not `F.rrelu`. Buffers that are views
+    of one another are copied apart. All else that a block uses has to stay as it is until backward is over, as with
+    `torch.utils.checkpoint`: forward hooks that change an output (take them off after backward), attributes that are no
+    buffers, globals. Blocks may write into a list, a dict or an object that they are given: each run has a copy, of an
+    object one level deep (`copy.copy`).
 
     Args:
         model: any module.
@@ -82,14 +83,18 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
             already. Nothing has been changed then.
         NotImplementedError: in forward, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
         RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place, or the
-            tensors and lists that an object in it holds (where its first block has `inplace=True` itself, the input
-            is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers, was edited or given
-            other memory (`.data = ...`, `model.to`) in between. An edit through `.data` (`p.data.mul_(2)`) is not noticed.
+            tensors and lists that an object in it holds (where its first block, or the one after it, has `inplace=True`
+            itself, the input is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
+            edited or given other memory (`.data = ...`, `model.to`) in between. An edit through `.data` (`p.data.mul_(2)`)
+            is not noticed.
+        torch.utils.checkpoint.CheckpointError: in backward, if computing again saves something else than forward, or if
+            what a Node has saved is read twice: a `Function` of your own should read `ctx.saved_tensors` once.
 
     Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
     names each Sequential that was never called. The parameters are those of the forward, also where
     `torch.func.functional_call` or `torch.nn.utils.parametrize.cached` gave them (but for those that FSDP gathers).
-    `torch.func.grad`, `vjp`, `jacrev`, `hessian` and, with grad on, `vmap` do not work with it, as with any checkpoint.
+    `torch.func.grad`, `vjp`, `jacrev`, `hessian`, backward through `jvp` and, with grad on, `vmap` do not work with it, as
+    with any checkpoint.
     One thread at a time may use the model where there are buffers, or where `functional_call` gave the parameters.
     Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does
     the first forward of a lazy layer.
@@ -114,7 +119,8 @@ class Offload:
 
     Args:
         model: its parameters and buffers stay where they are, views of them too: they live anyway. Without it,
-            only parameters themselves (and views of them) are recognised.
+            only parameters themselves (and views of them) are recognised, and a buffer that a later forward of the block
+            has changed without a version (running statistics) may come back as it was at the first.
         to: `"cpu"`: pinned memory, for tensors on a CUDA device; without one, everything passes through and
             counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files;
             `hooklab.stores.Disk(folder)` for another place. Or a store of your own: `write(tensor) -> slot` and
@@ -142,7 +148,9 @@ class Offload:
     If nothing was saved in a block with grad on, a warning says so (where `model` is given).
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
-    One memory that is saved in two shapes is moved twice. An edit through `.data` is not noticed, as by autograd itself.
+    One memory that is saved in two shapes is moved twice. An edit through `.data`, or by NumPy, is not noticed, as by
+    autograd itself; and what is saved from that memory once more, while the block is open and the older graph alive,
+    counts as the same. A memory that is emptied while it waits (`untyped_storage().resize_(0)`) is an error.
     A matrix product with a slice may round otherwise in the last bit: what is read back begins elsewhere in memory.
 
     Example:

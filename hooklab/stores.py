@@ -19,6 +19,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ class Disk:
     Raises:
         OSError: the folder does not exist or cannot be written to; later, by `write`, when the disk is full:
             the message gives the folder, the bytes wanted and the bytes free. Nothing that was written before is lost.
+        RuntimeError: by `write` and `read`, in a process that was forked since.
+        TypeError: when it is copied or pickled.
 
     One store may serve several contexts and threads. The file grows to the most that was held at one time, and
     further where no gap is large enough; its room on disk is free again when the store and its slots are collected.
@@ -110,8 +113,8 @@ class Disk:
             raise OSError(errno.ENOENT, f"Disk: expected a folder; {advice}", self.folder)
         # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
-        weakref.finalize(self, self._file.close)
         self._process = os.getpid()
+        weakref.finalize(self, _close, self._file, self._process)
         self._row = Row()
         self._lock = threading.RLock()
 
@@ -184,6 +187,15 @@ class Disk:
         )
 
 
+def _close(file: Any, process: int) -> None:
+    if (
+        os.getpid() == process
+    ):  # one that was forked since may hold the file open: its room is given back all the same
+        with suppress(OSError):
+            file.truncate(0)
+    file.close()
+
+
 class PinnedMemory:
     """Pinned memory of the host, in slots: the GPU copies by itself, beside what it computes.
 
@@ -195,9 +207,11 @@ class PinnedMemory:
         chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
 
     Raises:
-        TypeError: by `write`, for a tensor that is not on a GPU.
+        TypeError: by `write`, for a tensor that is not on a GPU; a number of bytes is none.
+        ValueError: a number of bytes is negative.
 
-    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from.
+    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from. On each GPU
+    forward and backward should run on one stream: a model that computes on side streams of its own is not ordered.
 
     Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
     """

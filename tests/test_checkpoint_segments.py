@@ -710,8 +710,10 @@ def test_a_forward_of_its_own_on_the_object_is_refused():
         checkpoint_segments(model, {"0": 1})
 
 
-def test_noise_that_is_drawn_after_the_last_save_is_drawn_again():
-    model, by_segments = net(extra=lambda: (nn.RReLU(),)), net(extra=lambda: (nn.RReLU(),))
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("make", [nn.RReLU, lambda: torch.jit.script(nn.Sequential(nn.RReLU()))])
+def test_noise_that_is_drawn_after_the_last_save_is_drawn_again(make):
+    model, by_segments = net(extra=lambda: (make(),)), net(extra=lambda: (make(),))
     expected = train(model)
     with checkpoint_segments(by_segments, {"body": 3}):
         assert all(map(torch.equal, train(by_segments), expected))

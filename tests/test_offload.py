@@ -1292,3 +1292,33 @@ def test_noise_of_an_operation_that_runs_in_another_thread_is_not_moved_yet():
     assert torch.equal(offload._queue.unpack(packed[0]), torch.full((10,), 3.0))
     y.sum().backward()
     assert offload._queue.newest == {}
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("by_numpy", [True, False])
+def test_a_memory_that_is_filled_anew_between_the_blocks_is_saved_anew(by_numpy, skips):
+    """While an older graph is alive: of a step that skipped its backward, or with `retain_graph=True`."""
+
+    def gradients(offload):
+        torch.manual_seed(0)
+        model, x, found = nn.Sequential(nn.Linear(16, 4), nn.Tanh()), torch.zeros(8, 16), []
+        for step in range(3):
+            new = torch.randn(8, 16)
+            if by_numpy:
+                x.numpy()[:] = new.numpy()
+            else:
+                x.data.copy_(new)
+            with offload(model):
+                loss = model(x).square().sum()
+            if skips and step == 0:
+                continue
+            model.zero_grad()
+            loss.backward(retain_graph=not skips)
+            found += [param.grad.clone() for param in model.parameters()]
+        return found
+
+    store = CountingStore()
+    offload = Offload(to=store, min_bytes=0)
+    expected = gradients(lambda model: contextlib.nullcontext())
+    assert all(map(torch.equal, gradients(lambda model: offload), expected))
+    assert offload.moved_bytes > 0

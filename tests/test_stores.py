@@ -487,6 +487,33 @@ def test_a_file_is_no_folder(tmp_path):
         Disk(tmp_path / "file")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_room_on_disk_is_free_again_though_a_forked_process_lives(tmp_path):
+    script = """
+import gc, os, sys, torch
+from hooklab.stores import Disk
+store = Disk(sys.argv[1])
+here, there = os.pipe()
+child = os.fork()
+if not child:
+    os.close(there)
+    os.read(here, 1)  # until the parent closes its end
+    os._exit(0)
+slot = store.write(torch.ones(2**20))
+file = os.dup(store._file.fileno())
+before = os.fstat(file).st_blocks
+del slot, store
+gc.collect()
+print(before > 0, os.fstat(file).st_blocks)
+os.close(there)
+os.waitpid(child, 0)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.split() == ["True", "0"], run.stderr
+
+
 def test_a_disk_from_before_a_fork_is_refused(monkeypatch):
     store = Disk()
     slot = store.write(torch.ones(3))
