@@ -242,6 +242,7 @@ def examine_groups(answer):
     _examine_groups(answer, {"**.norm": 0.25, "embed": 1.0})
     _examine_groups(answer, {"blocks.1.rnn": 0.5})
     _examine_groups(answer, {"blocks.1": 0.5})
+    _examine_groups(answer, {"blocks.*": 0.125, "**.norm": 0.5})
     for names in (("left", "right"), ("right", "left")):
         _examine_neighbour(answer, *names)
     _examine_two_models(answer)
@@ -304,12 +305,13 @@ def _gradients(model, x):
 
 
 def _compare(model, plain, found, bounds):
-    wanted_bounds = {}
+    wanted_bounds, latest = {}, {}
     for pattern, bound in bounds.items():
         for layer in select(model, pattern):
             for name in plain:
                 if name.startswith(f"{layer}."):
-                    wanted_bounds[name] = bound
+                    wanted_bounds[name] = min(bound, wanted_bounds.get(name, bound))
+                    latest[name] = bound
     last = list(bounds.values())[-1]
     chosen = [name for name in plain if name in wanted_bounds]
     if all(torch.allclose(found[name], plain[name]) for name in chosen):
@@ -327,6 +329,15 @@ def _compare(model, plain, found, bounds):
             zh=f"每一组用的都是最后一个上限 `{last}`。循环变量要到钩子触发时才去读，那时循环早就结束了。",
             en=f"Every group uses the last bound, `{last}`. A loop variable is read when the hook fires, and by then the loop "
             "is over.",
+        )
+    of_latest = {name: plain[name].clamp(-bound, bound) for name, bound in latest.items()}
+    if latest != wanted_bounds and all(torch.allclose(found[name], of_latest[name]) for name in latest):
+        name = next(name for name in latest if latest[name] != wanted_bounds[name])
+        refuse(
+            "latest_pattern",
+            zh=f"`{name}` 被两个模式选中，上限是 `{wanted_bounds[name]}` 和 `{latest[name]}`，你用了后一个：被几个模式选中的，以最小的上限为准。",
+            en=f"Two patterns choose `{name}`, with the bounds `{wanted_bounds[name]}` and `{latest[name]}`, and you use the latter: "
+            "where several patterns choose a parameter the smallest bound holds.",
         )
     for name in plain:
         if name not in wanted_bounds and not torch.allclose(found[name], plain[name]):
@@ -499,6 +510,14 @@ def group_afterwards(model, bounds):
     ]
 
 
+def group_of_latest(model, bounds):
+    found = {}
+    for pattern, bound in bounds.items():
+        for layer in select(model, pattern).values():
+            found.update({param: bound for param in layer.parameters() if param.requires_grad})
+    return [param.register_hook(clip(-bound, bound)) for param, bound in found.items()]
+
+
 GROUPS = Exercise(
     "25.B",
     examine_groups,
@@ -523,6 +542,7 @@ GROUPS = Exercise(
         "first_backward_only": lambda model, bounds: _hang(model, bounds, group_once),
         "other_model": group_in_a_global,
         "raised": group_frozen_too,
+        "latest_pattern": group_of_latest,
     },
     zh="每一组都按自己的上限裁剪，别的参数分毫未动，钩子也能全部取下。",
     en="Each group is clipped to its own bound, no other parameter is touched, and all hooks can be taken off.",
