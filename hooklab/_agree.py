@@ -65,6 +65,8 @@ def shown(value: Any, *, braces: bool = False) -> str:
     value = _plain(value)
     if isinstance(value, float):
         text = f"{value:.4g}"
+        if 1e4 <= abs(value) < 1e12:
+            text = f"{float(text):.0f}"
         return text if re.search("[.en]", text) else f"{text}.0"
     if isinstance(value, set | frozenset):
         names = ", ".join(sorted(map(shown, value)))

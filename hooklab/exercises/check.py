@@ -213,11 +213,12 @@ _first: dict[str, str] = {}
 
 def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
     """Refuse `got` unless it is a tensor with the shape, dtype and values of `want`."""
-    begin = what_en[0].upper() + what_en[1:]
+    begin, what_zh = what_en[0].upper() + what_en[1:], what_zh.strip()
+    before, after = (" " if one.isascii() else "" for one in (what_zh[0], what_zh[-1]))
     if not isinstance(got, Tensor):
         refuse(
             "wrong_type",
-            zh=f"{what_zh}应当是张量，得到的是 `{type(got).__name__}`。",
+            zh=f"{what_zh}{after}应当是张量，得到的是 `{type(got).__name__}`。",
             en=f"{begin} should be a tensor; found `{type(got).__name__}`.",
         )
     for reason, zh, en, attribute in (
@@ -228,13 +229,13 @@ def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
         if found != expected:
             refuse(
                 reason,
-                zh=f"{what_zh}的{zh}应当是 `{expected}`，得到的是 `{found}`。",
+                zh=f"{what_zh}{after}的{zh}应当是 `{expected}`，得到的是 `{found}`。",
                 en=f"{begin} should have the {en} `{expected}`; found `{found}`.",
             )
     if not torch.allclose(got.detach(), want, rtol=1e-4, atol=1e-6, equal_nan=True):
         refuse(
             "wrong_values",
-            zh=f"形状没错，但{what_zh}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",
+            zh=f"形状没错，但{before}{what_zh}{after}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",
             en=f"The shape is right, the values of {what_en} are not. Print them for a small tensor you can do by hand.",
         )
 
@@ -281,13 +282,16 @@ def refuse_removing_others(
 @contextmanager
 def _usual_defaults() -> Iterator[None]:
     """A check makes its tensors without a dtype and a device; the learner may have chosen other defaults."""
-    dtype = torch.get_default_dtype()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
+    if device.type != "cpu":  # `with torch.device("cpu")` would close PyTorch's fast paths
+        torch.set_default_device(None)
     try:
-        with torch.device("cpu"):
-            yield
+        yield
     finally:
         torch.set_default_dtype(dtype)
+        if device.type != "cpu":
+            torch.set_default_device(device)
 
 
 @contextmanager

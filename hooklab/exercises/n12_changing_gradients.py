@@ -508,7 +508,17 @@ def _examine_frozen(answer, factors, rows, weight_first):
     def gradient(times=1):
         weight.grad = neighbour.grad = None
         both = weight + neighbour if weight_first else neighbour + weight  # one gradient for the two of them
-        (both * factors * times).sum().backward()
+        try:
+            (both * factors * times).sum().backward()
+        except RuntimeError as error:
+            if "has changed the type of value" not in str(error):
+                raise
+            refuse(
+                "changed_dtype",
+                zh=f"换成 `{weight.dtype}` 的 `weight`，反向就报错：钩子返回的是另一种数据类型。掩码是哪种，乘出来的又是哪种？",
+                en=f"For a `weight` of `{weight.dtype}` backward raises: the hook returns another dtype. Of which is the mask, and "
+                "of which the product?",
+            )
         return weight.grad
 
     handle = answer(weight, list(rows))
@@ -733,7 +743,7 @@ FREEZE_ROWS = Exercise(
         "changed_in_backward": freeze_by_zeroing_in_backward,
         "no_handle": lambda weight, rows: freeze_rows(weight, rows) and None,
         "no_gradient": lambda weight, rows: weight.requires_grad_(False),
-        "raised": freeze_float_mask,
+        "changed_dtype": freeze_float_mask,
         "wrong_rows": freeze_columns,
         "returned_nothing": freeze_without_return,
         "wrong_values": freeze_rescaled,

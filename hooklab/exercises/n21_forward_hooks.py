@@ -138,13 +138,18 @@ def _examine_first(got, original, output):
 
 
 def _examine_rest(args, kwargs, mask):
-    if len(args) != 1 or args[0] is not mask:
+    if len(args) == 1 and args[0] is not mask:
+        refuse(
+            "rest_changed",
+            zh="第二个位置参数应当原样传入，`forward` 收到的却变了。只改第一个。",
+            en="The second positional argument should arrive as it was; `forward` was given another. Change the first alone.",
+        )
+    if len(args) != 1:
         refuse(
             "rest_lost",
-            zh=f"调用时还有第二个位置参数，`forward` 收到的其余位置参数却有 {len(args)} 个，或者不是原来那个。"
-            "返回的元组顶替的是什么？看第 7 节。",
-            en=f"The call had a second positional argument; of the others `forward` was given {len(args)}, or not the same one. "
-            "What does a returned tuple replace? See section 7.",
+            zh=f"调用时还有第二个位置参数，`forward` 收到的其余位置参数却有 {len(args)} 个。返回的值顶替的是什么？看第 7 节。",
+            en=f"The call had a second positional argument; of the others `forward` was given {len(args)}. What does a returned value "
+            "replace? See section 7.",
         )
     if len(kwargs) != 1 or kwargs.get("keep") is not KEEP:
         refuse(
@@ -314,6 +319,9 @@ NORMALISE = Exercise(
     normalise,
     {
         "removed_others": lambda module, mean, std: _Cleared(module, normalise(module, mean, std)),
+        "rest_changed": lambda module, mean, std: module.register_forward_pre_hook(
+            lambda module, args: tuple((one - mean) / std for one in args)
+        ),
         "rest_lost": lambda module, mean, std: module.register_forward_pre_hook(
             lambda module, args: (args[0] - mean) / std
         ),

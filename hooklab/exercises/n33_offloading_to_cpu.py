@@ -1018,13 +1018,16 @@ def examine_pack_views(answer):
         "matrix.view(torch.int32)": matrix.view(torch.int32),
         "matrix[0].expand(2, 4)": matrix[0].expand(2, 4),
     }
-    packed = [pack(view) for view in views.values()]
+    packed, written = [], {}
+    for name, view in views.items():
+        packed.append(pack(view))
+        written.setdefault(len(store.written), name)  # which view made it so many
     want = [view.clone() for view in views.values()]
     nbytes = matrix.untyped_storage().nbytes()
     _examine_written_whole(store, nbytes)
     for (name, view), values, give_back in zip(views.items(), want, packed, strict=True):
         _examine_view(name, give_back, view, values)
-    _examine_moves(store, len(views))
+    _examine_moves(store, len(views), written)
     _examine_version(pack, store, matrix)
     _examine_dropped(answer)
     _examine_several(answer)
@@ -1152,7 +1155,7 @@ def _examine_view(name, give_back, view, values):
         )
 
 
-def _examine_moves(store, views):
+def _examine_moves(store, views, written):
     if not store.written:
         refuse(
             "never_written",
@@ -1162,8 +1165,9 @@ def _examine_moves(store, views):
     if len(store.written) > 1:
         refuse(
             "moved_twice",
-            zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次。",
-            en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted.",
+            zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次；第 2 次是为了 `{written.get(2)}`。",
+            en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted. The "
+            f"2nd was for `{written.get(2)}`.",
         )
 
 
