@@ -285,12 +285,20 @@ def test_what_is_printed_is_in_the_language_that_is_chosen(untrusted, page, lang
             (shown(it) ? 'shown' : 'hidden')))],
         pictures: await Promise.all([...page.images].map(async it => { await it.decode(); return it.naturalWidth; })),
         colour: getComputedStyle(page.querySelector('.hooklab-message')).borderLeftStyle,
+        // What is longer than the paper is wide.
+        code: [...page.querySelectorAll('.jp-InputArea-editor pre')].map(it => getComputedStyle(it).whiteSpace),
+        output: [...page.querySelectorAll('.jp-RenderedText > pre')].map(it => getComputedStyle(it).whiteSpace),
+        boxes: [...page.querySelectorAll('.jp-OutputArea-output:has(> pre)')].map(it => getComputedStyle(it).overflowX),
       };
     }"""
+    page.emulate_media(media="print")
     found = lab.ask(page, printed)
+    page.emulate_media(media="screen")
     assert set(found["languages"]) == expected(language)
     assert max(found["pictures"]) > 500, "the map of all hooks"
     assert found["colour"] == "solid"
+    assert set(found["code"]) == set(found["output"]) == {"pre-wrap"}
+    assert set(found["boxes"]) == {"visible"}
 
 
 def test_a_name_from_a_cell_that_has_not_run_is_explained_in_the_language_that_is_chosen(page, folder):
