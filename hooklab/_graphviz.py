@@ -8,6 +8,9 @@ import sys
 __all__ = ["NotDrawn", "available", "svg_from_dot"]
 
 TIMEOUT_S = 60
+MANY_EDGES = 1_000
+# Among as many, looking for shorter edges takes minutes where a network is dense (DenseNet-121: 19 s in place of more than 90).
+HURRIED = "graph [nslimit=2 nslimit1=2 mclimit=0.1]"
 
 # In a process of its own: pygraphviz crashes on some labels, and a crash there must not take the kernel along.
 PYGRAPHVIZ = [
@@ -39,6 +42,8 @@ def svg_from_dot(source: str) -> str:
         raise NotDrawn(
             "neither Graphviz's `dot` nor pygraphviz is installed; run `uv sync` or `pip install pygraphviz`"
         )
+    if source.count("->") > MANY_EDGES:
+        source = source.replace("{", "{\n" + HURRIED, 1)
     failures = []
     for command in commands:
         name = "pygraphviz" if command is PYGRAPHVIZ else command[0]

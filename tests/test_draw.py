@@ -173,6 +173,13 @@ def test_a_layout_that_takes_too_long_says_so(monkeypatch):
     assert "timed out" in draw.graph(chain(1)).reason
 
 
+@pytest.mark.parametrize(("nodes", "hurried"), [(900, "False"), (1_100, "True")])
+def test_only_large_graphs_are_laid_out_in_a_hurry(monkeypatch, nodes, hurried):
+    told = "import sys; print('<svg>', 'nslimit' in sys.stdin.read(), '</svg>')"
+    monkeypatch.setattr(_graphviz, "available", lambda: [[sys.executable, "-c", told]])
+    assert hurried in _graphviz.svg_from_dot("digraph {" + "a -> b\n" * nodes + "}")
+
+
 def test_a_picture_is_an_svg_with_its_facts_beside_it():
     bundle = draw.graph(chain(1))._repr_mimebundle_()
     assert bundle["image/svg+xml"].startswith("<svg")
