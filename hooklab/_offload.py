@@ -153,8 +153,7 @@ class Queue:
     def enter(self) -> None:
         """A block begins. What an older one has saved may have been filled anew since then, as by NumPy, unnoticed."""
         with self.lock:
-            if not self.blocks:
-                self.found.clear()
+            self.found.clear()
             self.blocks += 1
 
     def leave(self) -> None:
