@@ -14,7 +14,7 @@ __all__ = ["agree", "as_meant", "shown"]
 SIGNS = str.maketrans(dict.fromkeys("“”„「」『』", '"') | dict.fromkeys("‘’", "'") | {"\N{MINUS SIGN}": "-"})
 BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
 # A number with the word for what is counted. Units that have a size are no such words.
-COUNTED = re.compile(r"([+-]?[\d.]+) ?(?:次|个|遍|层|times?|x)")
+COUNTED = re.compile(r"([+-]?[\d.]+) ?(?:次|个|遍|层|倍|times?|[x×])", re.IGNORECASE)
 FRACTION = re.compile(r"([+-]?\d+\.?\d*)\s*/\s*(\d+\.?\d*)")
 
 
@@ -26,7 +26,7 @@ def agree(guess: Any, actual: Any) -> bool:
         if guess.casefold() == shown(actual).casefold():
             return True
     if isinstance(actual, set | frozenset):
-        if not actual and guess in ("nothing", "空集"):
+        if not actual and str(guess).casefold() in ("nothing", "none", "空集", "无", "没有"):
             return True
         return {str(item).casefold() for item in actual} in _names(guess)
     if isinstance(actual, str):
@@ -65,8 +65,8 @@ def shown(value: Any, *, braces: bool = False) -> str:
     value = _plain(value)
     if isinstance(value, float):
         text = f"{value:.4g}"
-        if 1e4 <= abs(value) < 1e12:
-            text = f"{float(text):.0f}"
+        if "e+" in text and abs(value) < 1e12:
+            text = f"{value:.0f}" if value.is_integer() else f"{float(text):.0f}"
         return text if re.search("[.en]", text) else f"{text}.0"
     if isinstance(value, set | frozenset):
         names = ", ".join(sorted(map(shown, value)))

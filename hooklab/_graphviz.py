@@ -9,7 +9,7 @@ __all__ = ["NotDrawn", "available", "svg_from_dot"]
 
 TIMEOUT_S = 60
 MANY_EDGES = 1_000
-# Among as many, looking for shorter edges takes minutes where a network is dense (DenseNet-121: 19 s in place of more than 90).
+# With more edges than that, dot may spend minutes on shortening them (DenseNet-121: 19 s with these limits, over 90 without).
 HURRIED = "graph [nslimit=2 nslimit1=2 mclimit=0.1]"
 
 # In a process of its own: pygraphviz crashes on some labels, and a crash there must not take the kernel along.

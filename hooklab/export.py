@@ -32,8 +32,9 @@ class Both(Preprocessor):
     ) -> tuple[NotebookNode, dict[str, Any]]:
         """The notebook for its exporter, and the resources as they were."""
         notebook, resources = super().preprocess(notebook, resources)
-        if resources.get("output_extension") == ".slides.html":
-            notebook.cells[0].source += STYLE
+        prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+        if prose and resources.get("output_extension") == ".slides.html":
+            prose[0].source += STYLE
         return notebook, resources
 
     def preprocess_cell(

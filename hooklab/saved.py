@@ -62,8 +62,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on
     the GPUs of the tensors that a segment is given (inside an object they do not count); not those of a
-    `torch.Generator` of your own, or of NumPy; of RReLU where it is the module, not `F.rrelu`. Buffers that are views
-    of one another are copied apart. All else that a block uses has to stay as it is until backward is over, as with
+    `torch.Generator` of your own, of NumPy, or of `F.rrelu` (the module `nn.RReLU` is safe). Buffers that are views of
+    one another are copied apart. All else that a block uses has to stay as it is until backward is over, as with
     `torch.utils.checkpoint`: forward hooks that change an output (take them off after backward), attributes that are no
     buffers, globals. Blocks may write into a list, a dict or an object that they are given: each run has a copy, of an
     object one level deep (`copy.copy`).

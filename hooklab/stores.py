@@ -188,9 +188,8 @@ class Disk:
 
 
 def _close(file: Any, process: int) -> None:
-    if (
-        os.getpid() == process
-    ):  # one that was forked since may hold the file open: its room is given back all the same
+    # A process that was forked since may hold the file open: its room is to be free all the same.
+    if os.getpid() == process:
         with suppress(OSError):
             file.truncate(0)
     file.close()
@@ -207,8 +206,8 @@ class PinnedMemory:
         chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
 
     Raises:
-        TypeError: by `write`, for a tensor that is not on a GPU; a number of bytes is none.
-        ValueError: a number of bytes is negative.
+        TypeError: `in_flight` or `chunk` is not a whole number; by `write`, the tensor is not on a GPU.
+        ValueError: `in_flight` or `chunk` is negative.
 
     `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from. On each GPU
     forward and backward should run on one stream: a model that computes on side streams of its own is not ordered.

@@ -319,7 +319,8 @@ def test_a_guess_is_compared_by_its_meaning(guess, actual, right):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0.0"), (2.2e-07, "2.2e-07"), (1 / 3, "0.3333"), (float("nan"), "nan"), (torch.tensor([1.0, 2.0]), "[1.0, 2.0]"),
-     ({"b", "a"}, "a, b"), (set(), "set()"), (True, "True"), (None, "None")],
+     ({"b", "a"}, "a, b"), (set(), "set()"), (True, "True"), (None, "None"),
+     (16384.0, "16384.0"), (9999.6, "10000.0"), (4e6, "4000000.0"), (25000.6, "25000.0"), (1e12, "1e+12")],
 )  # fmt: skip
 def test_a_value_is_shown_as_one_would_write_it(value, text):
     assert f"it is `{text}`" in check.predict("11.1", "no such thing", actual=value).en
@@ -1179,10 +1180,17 @@ exercises = [one for one in check._all_checks() if isinstance(one, check.Exercis
 messages = [check.exercise(one, one.solution) for one in exercises]
 print([str(message) for message in messages if message.kind != "right"], len(messages))
 print(check.predict("11.1", [1.0, 2.0], actual=torch.tensor([1.0, 2.0], device="cpu")).kind)
+with torch.device("meta"):
+    messages = [check.exercise(one, one.solution) for one in exercises[::4]]
+print([str(message) for message in messages if message.kind != "right"])
 print(torch.get_default_dtype(), torch.get_default_device())
+torch.set_default_device(None)
+print(torch.get_default_device())
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert run.stdout.splitlines() == [f"[] {len(EXERCISES)}", "right", "torch.float64 meta"], run.stderr
+    assert run.stdout.splitlines() == [f"[] {len(EXERCISES)}", "right", "[]", "torch.float64 meta", "cpu"], (
+        run.stderr
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")

@@ -40,8 +40,8 @@ ALIVE = [False, False, True, False]  # 31.1
         *[(guess, TWO_FIRE) for guess in ("tensor hook, Node hook", "Node hook和tensor hook", "{node hook，tensor hook}")],
         *[(guess, ALIVE) for guess in ("False，False，True，False", ["false", "False", "true", False])],
         ("false, false, true, false", ALIVE),
-        *[(guess, set()) for guess in ("nothing", "空集", set())],
-        *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x")],
+        *[(guess, set()) for guess in ("nothing", "Nothing", "空集", "没有", set())],
+        *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x", "2×", "2倍", "2 Times")],
     ],
 )  # fmt: skip
 def test_a_right_guess_in_another_dress(guess, actual):

@@ -23,7 +23,7 @@ import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -160,6 +160,10 @@ def _refuse_grad_left_off() -> None:
         )
 
 
+# By the id of a prediction: what happened when it was first looked at. Later cells use the same names again.
+_first: dict[str, str] = {}
+
+
 def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     """Compare a `guess` made before a run with what `actual`ly happened, and explain.
 
@@ -205,10 +209,6 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
         f"You said `{guessed}`; it is `{happened}`. {en}",
         "other",
     )
-
-
-# By the id of a prediction: what happened when it was first looked at. Later cells use the same names again.
-_first: dict[str, str] = {}
 
 
 def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
@@ -283,15 +283,14 @@ def refuse_removing_others(
 def _usual_defaults() -> Iterator[None]:
     """A check makes its tensors without a dtype and a device; the learner may have chosen other defaults."""
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    # Not where the CPU is the default already: a device as a mode closes PyTorch's fast paths.
+    usual = nullcontext() if device.type == "cpu" else torch.device("cpu")
     torch.set_default_dtype(torch.float32)
-    if device.type != "cpu":  # `with torch.device("cpu")` would close PyTorch's fast paths
-        torch.set_default_device(None)
     try:
-        yield
+        with usual:
+            yield
     finally:
         torch.set_default_dtype(dtype)
-        if device.type != "cpu":
-            torch.set_default_device(device)
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def examine_peek(answer):
     deep = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Linear(5, 2))
     try:
         shape = answer(deep, "0.0", torch.ones(4, 3))[1]
-    except (AttributeError, KeyError):
+    except Exception:  # all names without a dot were found
         shape = None
     if shape != (4, 5):
         refuse(

@@ -593,9 +593,9 @@ def examine_embed(answer):
     if any(building):
         refuse(
             "graph_built",
-            zh="返回的张量不带计算图，可前向还是建了计算图，每一批的中间结果都先存了下来；最后才 `detach`，已经晚了。",
-            en="What came back has no graph, but the forward has built one, and first kept what every batch computed on the way: "
-            "to `detach` at the end is too late.",
+            zh="返回的张量不带计算图，可前向照样建了图，这一批的中间结果一直占着内存：`detach` 只切断你留下的那一个张量。",
+            en="What came back has no graph, but the forward has built one, which holds what the batch computes on the way: "
+            "`detach` cuts off only the tensor that you keep.",
         )
     hooks.examine(more)
     _examine_modes(model, modes)
@@ -833,7 +833,9 @@ EMBED = Exercise(
         "unfroze": unfroze,
         "overwritten": mean_afterwards,
         "keeps_graph": _restoring(lambda *given: torch.cat(_means(*given))),
-        "graph_built": _restoring(lambda *given: torch.cat(_means(*given)).detach()),
+        "graph_built": _restoring(
+            lambda *given: torch.cat(_means(*given, keep=lambda t: t.detach().mean((2, 3))))
+        ),
         "requires_grad": lambda *given: embed(*given).requires_grad_(),
         "last_batch_only": last_batch_only,
         "not_joined": _restoring(torch.no_grad()(_means)),

@@ -1163,11 +1163,13 @@ def _examine_moves(store, views, written):
             en="`store.write` was never called: nothing has moved.",
         )
     if len(store.written) > 1:
+        later = next((name for count, name in written.items() if count > 1), None)
+        zh = f"；多出来的第一次是为了 `{later}`" if later else ""
+        en = f" The first too many was for `{later}`." if later else ""
         refuse(
             "moved_twice",
-            zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次；第 2 次是为了 `{written.get(2)}`。",
-            en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted. The "
-            f"2nd was for `{written.get(2)}`.",
+            zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次{zh}。",
+            en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted.{en}",
         )
 
 
