@@ -36,14 +36,14 @@ def line(number: int, event: Event) -> str:
     return f"{number:4} {event.phase:9} {event.kind:25} {'  ' * depth}{event.where}{shape}{mark}".rstrip()
 
 
-def with_module_backward(recorded: list[tuple[Event, int]]) -> list[Event]:
+def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[Event]:
     """The events, with the begin and the end of each module's backward put in.
 
     A module's backward begins before the first Node and ends after the last Node that its forward has
-    created. `recorded` holds each event with the number of its backward run.
+    created. `recorded` holds each event with the number of its backward run, and of the forward that made its Node.
     """
-    first: dict[tuple[str, int], int] = {}
-    last: dict[tuple[str, int], int] = {}
+    first: dict[tuple[str, tuple[int, int]], int] = {}
+    last: dict[tuple[str, tuple[int, int]], int] = {}
     for position, (event, run) in enumerate(recorded):
         if event.kind in ("Node pre-hook", "Node hook"):
             for module in event.inside:

@@ -142,6 +142,8 @@ class Features(Installed, Mapping[str, Any]):
             self._wanted.clear()
             while len(self._handles) > own:
                 self._handles.pop().remove()
+            if self._thread in self._running and not is_running(uncompiled(self._model)):
+                self._running.remove(self._thread)  # interrupted from the keyboard, which no hook hears of
             self._thread, self._task, _runs.of = 0, task, around
         return self
 
@@ -353,7 +355,8 @@ class Features(Installed, Mapping[str, Any]):
             )
         raise KeyError(
             f"features: the last forward did not call {name!r}: it was skipped, or its forward is called directly, or "
-            "its weights are used without calling it (as nn.MultiheadAttention does with out_proj)"
+            "its weights are used without calling it (as nn.MultiheadAttention does with out_proj), or another layer has "
+            "taken its place since"
         )
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:

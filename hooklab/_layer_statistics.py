@@ -106,9 +106,9 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         def hook(module: nn.Module, args: tuple, *given: Any) -> None:
             if not is_grad_enabled():
                 return
-            kwargs, output = kwargs_and_output(given)
+            _, output = kwargs_and_output(given)
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                if tensor.requires_grad and not _hung_already(arrived, tensor, (args, kwargs)):
+                if tensor.requires_grad and not _hung_already(arrived, tensor):
                     handle = tensor.register_hook(arrived)
                     if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
                         # Of leaves that are gone there is nothing to remove.
@@ -118,16 +118,16 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         return hook
 
 
-def _hung_already(hook: Callable, tensor: Tensor, args: tuple) -> bool:
-    """True if the layer has returned this tensor before, since it is not its own: a leaf, or its input."""
+def _hung_already(hook: Callable, tensor: Tensor) -> bool:
+    """True if the layer has returned this tensor before: a leaf, its input, one that it keeps or returns twice."""
     if tensor.is_leaf:
         return hook in (tensor._backward_hooks or {}).values()
-    if not any(tensor is given for given in tensors_in(args)):
-        return False
-    # Handed through, as by nn.Identity: computing a checkpoint again meets the same Node.
-    noted = tensor.grad_fn.metadata.setdefault(__name__, [])
-    noted.append(hook)
-    return hook in noted[:-1]
+    # Several tensors may come from one Node (`chunk`); computing a checkpoint again meets the same Node.
+    noted, this = tensor.grad_fn.metadata.setdefault(__name__, set()), (hook, tensor.output_nr)
+    if this in noted:
+        return True
+    noted.add(this)
+    return False
 
 
 def _row(name: str, figures: Statistics) -> tuple[str, ...]:

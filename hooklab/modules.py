@@ -136,7 +136,8 @@ def features(
         `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and returns `f`;
         forwards in other threads do not count then, nor does ever the `run` of other features in another thread. Under
         FSDP, and where `accelerate` has hooked a layer, that forward goes to its end. Under `nn.DataParallel` give the
-        wrapper.
+        wrapper. A copy of the model that is made inside the block reports here, too: make it before. After a forward that
+        was interrupted from the keyboard call the model once before a part of it.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
@@ -180,7 +181,8 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     its gradient are right where the next layer works in place, unless the output is a view (of `nn.Flatten` or
     `nn.InstanceNorm2d`, say): autograd then goes round it, and `.grad` stays None, as it does under a reentrant
     checkpoint, under `torch.vmap`, for gradients that come in batches (`is_grads_batched=True`) and for strided
-    nested tensors. Of a layer that returns its input as it is (`nn.Identity`) the gradient is that of the tensor, from
+    nested tensors. It is the gradient as it arrives: hooks that are registered on the output later do not change it (with
+    `copy=False` they do). Of a layer that returns its input as it is (`nn.Identity`) the gradient is that of the tensor, from
     all its uses. An output that is a leaf (an `nn.Identity` on your own input) has a `.grad` of its own: read that one;
     nothing is hooked here.
 
@@ -295,7 +297,9 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
 
     A tensor hook on each parameter that requires a gradient now. It clips what one backward brings (of a reentrant
     checkpoint each part by itself), before it is added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum
-    afterwards.
+    afterwards. A parameter that takes the place of one later (`load_state_dict(..., assign=True)`, a new layer) is not
+    clipped. Under a `GradScaler` what arrives is still scaled, and an inf, by which it knows an overflow, is clipped too:
+    take `clip_grad_value_` after `unscale_` there.
 
     Args:
         model: the module whose parameters are hooked.

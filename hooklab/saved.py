@@ -28,7 +28,8 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
     refuse to run beside saved-tensor hooks.
 
     Args:
-        model: names the modules, and the parameters and buffers, which live anyway.
+        model: names the modules, and the parameters and buffers, which live anyway, as they are when the block begins. Of
+            what it is given later, parameters are called `parameter`, and buffers count as computed.
 
     Returns:
         A sequence of `SavedTensor` (module, operation, shape, dtype, bytes, storage, storage_bytes, version,

@@ -33,7 +33,8 @@ class Trace:
     """The events recorded so far: what `trace` returns."""
 
     def __init__(self, model: nn.Module | None, tensors: dict[str, Tensor]):
-        self._recorded: list[tuple[Event, int]] = []  # with the number of the backward run
+        # With the number of the backward run, and of the forward that made the Node.
+        self._recorded: list[tuple[Event, tuple[int, int]]] = []
         self._handles: list[Any] = []
         self._held: list[graph.Node] = []
         self._contexts = ExitStack()
@@ -42,6 +43,7 @@ class Trace:
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
+        self._forwards = 0  # that have begun
         self._thread = threading.get_ident()
         # By id(); an id is used again once it is free.
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -184,17 +186,17 @@ class Trace:
         if self._mark in node.metadata:
             return
         node.metadata[self._mark] = True
-        kind, inside = node_name(node), self._inside()
+        kind, inside, forward = node_name(node), self._inside(), getattr(self._running, "forward", 0)
         leaf = node.variable if hasattr(type(node), "variable") else None
         where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
 
         @eager
         def before(grad_outputs: tuple) -> None:
-            self._record("Node pre-hook", where, first_shape(grad_outputs), inside)
+            self._record("Node pre-hook", where, first_shape(grad_outputs), inside, forward)
 
         @eager
         def after(grad_inputs: tuple, grad_outputs: tuple) -> None:
-            self._record("Node hook", where, first_shape(grad_inputs), inside)
+            self._record("Node hook", where, first_shape(grad_inputs), inside, forward)
 
         self._handles += [node.register_prehook(before), node.register_hook(after)]
 
@@ -212,6 +214,8 @@ class Trace:
             if not self._stack() and (root or alone):
                 self._calls.clear()
                 self._running.calls = Counter()
+                self._forwards += 1
+                self._running.forward = self._forwards
             calls = getattr(self._running, "calls", self._calls)
             calls[label] += 1
             where = label if calls[label] == 1 else f"{label} #{calls[label]}"
@@ -271,7 +275,9 @@ class Trace:
 
     # ---- the clock ----
 
-    def _record(self, kind: str, where: str, shape: Any, inside: tuple[str, ...] | None = None) -> None:
+    def _record(
+        self, kind: str, where: str, shape: Any, inside: tuple[str, ...] | None = None, forward: int = 0
+    ) -> None:
         if self._removed:
             return
         run = graph_task()  # -1 outside backward
@@ -287,16 +293,18 @@ class Trace:
             self._infer_retain_grad(phase, run)
         event = Event(kind, where, phase, shape, self._inside() if inside is None else inside)
         self._running.latest = event
-        self._recorded.append((event, run))
+        self._recorded.append((event, (run, forward)))
 
     def _infer_retain_grad(self, phase: str, run: int) -> None:
         for name, reference, last in self._watched:
             tensor = reference()
-            if tensor is not None and tensor.retains_grad and (state := _grad_state(tensor)) != last[0]:
+            if tensor is None or not tensor.retains_grad:
+                continue
+            if not _is_same(state := _grad_state(tensor), last[0]):
                 last[0] = state
                 if state is not None:
                     event = Event("retain_grad", name, phase, tuple(tensor.shape), inferred=True)
-                    self._recorded.append((event, run))
+                    self._recorded.append((event, (run, 0)))
 
     def _stack(self) -> list[tuple[nn.Module, str, BaseException | None]]:
         if not hasattr(self._running, "stack"):
@@ -377,7 +385,15 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     return Trace(model, tensors)
 
 
-def _grad_state(tensor: Tensor) -> tuple[int, int] | None:
-    """Changes whenever `.grad` is set, replaced or added to."""
+def _grad_state(tensor: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
+    """What `_is_same` tells apart whenever `.grad` is set, replaced or added to."""
     grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
-    return None if grad is None else (id(grad), grad._version)
+    return None if grad is None else (weakref.ref(grad), grad._version)  # an id may be used again
+
+
+def _is_same(
+    state: tuple[weakref.ref[Tensor], int] | None, last: tuple[weakref.ref[Tensor], int] | None
+) -> bool:
+    if state is None or last is None:
+        return state is last
+    return state[0]() is last[0]() and state[1] == last[1]

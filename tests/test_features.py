@@ -1428,3 +1428,17 @@ def test_what_a_part_was_given_by_keyword_is_not_kept_after_the_block(x):
     del given
     assert alive() is None
     assert f["0.0"].shape == (3, 4)
+
+
+def test_parts_called_after_a_run_that_was_interrupted_from_the_keyboard_do_not_pile_up():
+    class Interrupts(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(2, 2), Interrupts(), nn.Linear(2, 2))
+    with features(model, "0", "2") as f:
+        with pytest.raises(KeyboardInterrupt):
+            f.run(torch.ones(1, 2))
+        for _ in range(4):
+            model[0](torch.ones(1, 2))
+        assert len(f.calls["0"]) == 1

@@ -650,3 +650,35 @@ def test_after_the_block_a_copy_made_inside_counts_no_more():
         model(torch.ones(2, 4))
     twin(torch.ones(3, 4))
     assert (stats["1"].calls, stats["1"].count) == (1, 10)
+
+
+def test_gradients_of_tensors_from_one_node_are_all_counted():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.same = nn.Linear(4, 6), nn.Dropout(0.5)
+
+        def forward(self, x):
+            q, k, v = (self.same(part) for part in self.linear(x).chunk(3, -1))
+            return (q + 2 * k + 3 * v).sum()
+
+    model = Parts().eval()
+    with layer_statistics(model, "same", of="grad_output") as stats:
+        model(torch.ones(2, 4)).backward()
+    assert (stats["same"].calls, stats["same"].count, stats["same"].mean) == (3, 12, 2.0)
+
+
+def test_the_gradient_of_a_tensor_that_is_returned_twice_is_counted_once():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            return {"last": hidden, "all": (x, hidden)}
+
+    model = nn.Sequential(Last())
+    with layer_statistics(model, "0", of="grad_output") as stats:
+        model(torch.ones(2, 4))["last"].sum().backward()
+    assert (stats["0"].calls, stats["0"].count) == (1, 12)

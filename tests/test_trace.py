@@ -492,6 +492,32 @@ def test_a_trace_shows_its_counts():
     assert repr(traced).startswith("Trace(")
 
 
+def test_two_forwards_in_one_backward_have_backwards_of_their_own():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with trace(model) as log:
+        (model(torch.ones(1, 2)).sum() + model(torch.ones(1, 2)).sum()).backward()
+    once = ["begins Sequential", "begins 1", "ends 1", "begins 0", "ends 0", "ends Sequential"]
+    inferred = [
+        f"{event.kind.removeprefix('module backward ')} {event.where}"
+        for event in log.events
+        if event.inferred
+    ]
+    assert Counter(inferred) == Counter(once * 2)
+    for where in ("1", "0"):  # the second begins after the first has ended
+        assert [line.split()[0] for line in inferred if line.endswith(f" {where}")] == ["begins", "ends"] * 2
+
+
+def test_every_gradient_that_replaces_another_is_told():
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.retain_grad()
+    z = y.sum()
+    with trace(y=y) as log:
+        for _ in range(6):
+            z.backward(retain_graph=True)
+    assert sum(event.kind == "retain_grad" for event in log.events) == 6
+
+
 # ---- bad input ----
 
 
