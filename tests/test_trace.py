@@ -492,6 +492,7 @@ def test_a_trace_shows_its_counts():
     assert repr(traced).startswith("Trace(")
 
 
+@sees_new_nodes
 def test_two_forwards_in_one_backward_have_backwards_of_their_own():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     with trace(model) as log:
