@@ -44,9 +44,15 @@ def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[
     """
     first: dict[tuple[str, tuple[int, int]], int] = {}
     last: dict[tuple[str, tuple[int, int]], int] = {}
-    for position, (event, run) in enumerate(recorded):
+    latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a run, what ran last
+    for position, (event, made) in enumerate(recorded):
         if event.kind in ("Node pre-hook", "Node hook"):
+            leaf = event.where.startswith(
+                "AccumulateGrad"
+            )  # forwards share it, while an earlier graph is alive
             for module in event.inside:
+                run = latest.get((module, made[0]), made) if leaf else made
+                latest[module, made[0]] = run
                 first.setdefault((module, run), position)
                 last[module, run] = position
     begins: dict[int, list[str]] = {}

@@ -64,7 +64,7 @@ class Verbose(Installed):
             return
         local = self._local
         if module is self._root:
-            forget_interrupted(local.stack, module)
+            forget_interrupted(local.stack)
         if not local.stack:
             local.calls, local.reported, local.lines = {}, None, self._lines
         # An error may be on its way already: a forward may call a layer while it handles one.

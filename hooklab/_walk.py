@@ -111,10 +111,17 @@ def _calls() -> Iterator[Mapping[str, Any]]:
         frame = frame.f_back
 
 
-def forget_interrupted(running: list[tuple], root: nn.Module) -> None:
-    """A call of `root` begins: what is noted as running was interrupted from the keyboard, which no hook hears of."""
-    if running and not called_by_itself(root):
-        running.clear()
+def forget_interrupted(running: list[tuple]) -> None:
+    """A call begins: what is noted as running, as (module, ...), and is not was interrupted, which no hook hears of."""
+    frame, calls = sys._getframe() if running else None, []
+    while frame is not None:
+        if frame.f_code is CALL:
+            calls.append(frame.f_locals["self"])
+        elif frame.f_code.co_name.removeprefix("torch_dynamo_resume_in_").startswith("_call_impl"):
+            return  # compiled: what it calls cannot be told
+        frame = frame.f_back
+    while running and all(module is not running[-1][0] for module in calls[1:]):
+        running.pop()
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

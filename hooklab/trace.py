@@ -43,14 +43,14 @@ class Trace:
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = threading.local()  # the stack of modules whose forward is running, per thread
         self._calls: Counter[str] = Counter()
+        self._owners: dict[str, str] = {}  # of parameters: the modules
+        self._places: dict[str, tuple[str, ...]] = {}  # of modules, in this forward: what they were called in
         self._forwards = 0  # that have begun
         self._thread = threading.get_ident()
         # By id(); an id is used again once it is free.
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         # Weak, so that a tensor may be freed inside the block; with the .grad seen last, to infer retain_grad.
-        self._watched = [
-            (name, weakref.ref(tensor), [_grad_state(tensor)]) for name, tensor in tensors.items()
-        ]
+        self._watched = [(name, weakref.ref(tensor), [_grad(tensor)]) for name, tensor in tensors.items()]
         try:
             if model is not None:
                 self._hang_on_model(model)
@@ -95,6 +95,7 @@ class Trace:
         while self._handles:
             self._handles.pop().remove()
         self._held.clear()
+        self._running = threading.local()  # an interrupted forward would keep its modules
 
     def __enter__(self) -> "Trace":
         if self._removed:
@@ -112,6 +113,7 @@ class Trace:
                 self._hang_on_old_leaves()
                 self._contexts.enter_context(NODE_CREATION_HOOK(self._hang_on_node))
                 self._sees_new_nodes = True
+                self._held.clear()
         except BaseException:  # without __enter__ there is no __exit__
             self.__exit__()
             raise
@@ -136,13 +138,16 @@ class Trace:
             if isinstance(module, torch.jit.RecursiveScriptModule):  # a scripted one takes no hooks
                 continue
             self._handles.append(
-                module.register_forward_pre_hook(eager(self._on_forward_pre(label, root=not name)))
+                module.register_forward_pre_hook(
+                    eager(self._on_forward_pre(label, root=not name)), with_kwargs=True
+                )
             )
             self._handles.append(
                 module.register_forward_hook(eager(self._on_forward(label)), always_call=True)
             )
         for name, param in model.named_parameters():
             self._names[id(param)] = weakref.ref(param), name
+            self._owners[name] = name.rpartition(".")[0] or type(model).__name__
             if param.requires_grad and not nn.parameter.is_lazy(param):
                 self._handles.append(param.register_post_accumulate_grad_hook(self._on_accumulated(name)))
 
@@ -157,9 +162,8 @@ class Trace:
             nodes.update(dict.fromkeys(behind(gradient_node(tensor))))
         for node in nodes:
             self._hang_on_node(node)
-        if NODE_CREATION_HOOK is None:
-            # Else a leaf's Node may be made anew.
-            self._held = [node for node in nodes if hasattr(node, "variable")]
+        # Until new ones are seen: nobody else may keep a leaf's Node.
+        self._held = [node for node in nodes if hasattr(node, "variable")]
         if len(tensors) > 1:
             record = self._on_gradient("multi-grad hook", ", ".join(tensors))
             self._handles += register_multi_grad_hook(list(tensors.values()), record)
@@ -188,39 +192,45 @@ class Trace:
         node.metadata[self._mark] = True
         kind, inside, forward = node_name(node), self._inside(), getattr(self._running, "forward", 0)
         leaf = node.variable if hasattr(type(node), "variable") else None
-        where = kind if leaf is None else f"{kind} {self._name(leaf)}".rstrip()
+        name = "" if leaf is None else self._name(leaf)
+        where, owner = f"{kind} {name}".rstrip(), self._owners.get(name)
 
         @eager
         def before(grad_outputs: tuple) -> None:
-            self._record("Node pre-hook", where, first_shape(grad_outputs), inside, forward)
+            # A leaf's Node may be older than the forward. Without the others its module has no backward to tell.
+            place = self._places.get(owner, inside) if self._sees_new_nodes else inside
+            self._record("Node pre-hook", where, first_shape(grad_outputs), place, forward)
 
         @eager
         def after(grad_inputs: tuple, grad_outputs: tuple) -> None:
-            self._record("Node hook", where, first_shape(grad_inputs), inside, forward)
+            node = self._nodes().pop(graph_task(), None)
+            place = inside if node is None else node.inside
+            self._record("Node hook", where, first_shape(grad_inputs), place, forward)
 
         self._handles += [node.register_prehook(before), node.register_hook(after)]
 
     # ---- what the hooks do: note, and return None, so that nothing is replaced ----
 
     def _on_forward_pre(self, label: str, *, root: bool) -> Callable:
-        def hook(module: nn.Module, args: tuple) -> None:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._removed:  # a copy of the model still has hooks
                 return
-            if root:
-                forget_interrupted(self._stack(), module)
+            forget_interrupted(self._stack())
             # Also a part of the model that is called by itself begins a forward; in other threads (those of replicas)
             # and while a checkpoint computes again one goes on.
             alone = threading.get_ident() == self._thread and graph_task() == NO_BACKWARD
             if not self._stack() and (root or alone):
                 self._calls.clear()
+                self._places.clear()
                 self._running.calls = Counter()
                 self._forwards += 1
                 self._running.forward = self._forwards
             calls = getattr(self._running, "calls", self._calls)
             calls[label] += 1
             where = label if calls[label] == 1 else f"{label} #{calls[label]}"
-            self._stack().append((module, where, sys.exception()))
-            self._record("forward pre-hook", where, first_shape(args))
+            self._stack().append((module, where, sys.exception(), graph_task()))
+            self._places.setdefault(label, self._inside())
+            self._record("forward pre-hook", where, first_shape((args, kwargs)))
 
         return hook
 
@@ -231,7 +241,7 @@ class Trace:
             stack = self._stack()
             # It did not where an earlier pre-hook raised, or the trace began inside this call.
             began = leave(stack, module)
-            where, error_before = stack[-1][1:] if began else (label, None)
+            where, error_before = stack[-1][1:3] if began else (label, None)
             raised = sys.exception() is not error_before  # always_call: also when the forward has failed
             self._record("forward raised" if raised else "forward hook", where, first_shape(output))
             if began:
@@ -284,45 +294,53 @@ class Trace:
         if kind.startswith("optimizer"):
             phase = "step"
         elif kind.startswith("forward") or kind == "pack":
-            # With create_graph=True backward itself saves tensors, outside any module.
-            inner = "recompute" if kind.startswith("forward") or self._stack() else "backward"
-            phase = "forward" if run == -1 else inner
+            # With create_graph=True backward itself saves tensors, also where a forward asks for gradients.
+            stack = self._stack()
+            again = kind.startswith("forward") or (stack and stack[-1][3] == run)
+            phase = "forward" if run == NO_BACKWARD else "recompute" if again else "backward"
         else:
             phase = "backward"
         if self._watched:
-            self._infer_retain_grad(phase, run)
+            self._infer_retain_grad()
         event = Event(kind, where, phase, shape, self._inside() if inside is None else inside)
-        self._running.latest = event
+        if kind == "Node pre-hook":
+            self._nodes()[run] = event
         self._recorded.append((event, (run, forward)))
 
-    def _infer_retain_grad(self, phase: str, run: int) -> None:
+    def _infer_retain_grad(self) -> None:
+        """`.grad` was set since the latest event: by backward, if that was in backward."""
+        run = self._recorded[-1][1][0] if self._recorded else NO_BACKWARD
         for name, reference, last in self._watched:
             tensor = reference()
             if tensor is None or not tensor.retains_grad:
                 continue
-            if not _is_same(state := _grad_state(tensor), last[0]):
-                last[0] = state
-                if state is not None:
-                    event = Event("retain_grad", name, phase, tuple(tensor.shape), inferred=True)
-                    self._recorded.append((event, (run, 0)))
+            grad, before = _grad(tensor), last[0]
+            last[0] = grad
+            if grad is not None and run != NO_BACKWARD and (before is None or before() is not grad()):
+                event = Event("retain_grad", name, "backward", tuple(tensor.shape), inferred=True)
+                self._recorded.append((event, (run, 0)))
 
-    def _stack(self) -> list[tuple[nn.Module, str, BaseException | None]]:
+    def _stack(self) -> list[tuple[nn.Module, str, BaseException | None, int]]:
         if not hasattr(self._running, "stack"):
             self._running.stack = []
         return self._running.stack
+
+    def _nodes(self) -> dict[int, Event]:
+        """The Node that is running, in each backward of this thread."""
+        if not hasattr(self._running, "nodes"):
+            self._running.nodes = {}
+        return self._running.nodes
 
     def _name(self, tensor: Tensor) -> str:
         reference, name = self._names.get(id(tensor), (None, ""))
         return name if reference is not None and reference() is tensor else ""
 
     def _node(self) -> Event:
-        """The Node that is about to run or running: the latest whose pre-hook has fired."""
-        kinds = ("Node pre-hook", "unpack", "post-accumulate-grad hook")
-        latest = getattr(self._running, "latest", None)
-        return latest if latest is not None and latest.kind in kinds else Event("", "", "backward")
+        """The Node that is about to run or running: its pre-hook."""
+        return self._nodes().get(graph_task()) or Event("", "", "backward")
 
     def _inside(self) -> tuple[str, ...]:
-        return tuple(label for _, label, _ in self._stack())
+        return tuple(label for _, label, *_ in self._stack())
 
 
 def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -> Trace:
@@ -385,15 +403,7 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     return Trace(model, tensors)
 
 
-def _grad_state(tensor: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
-    """What `_is_same` tells apart whenever `.grad` is set, replaced or added to."""
+def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
+    """Another one whenever backward sets `.grad` or adds to it: retain_grad edits nothing in place."""
     grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
-    return None if grad is None else (weakref.ref(grad), grad._version)  # an id may be used again
-
-
-def _is_same(
-    state: tuple[weakref.ref[Tensor], int] | None, last: tuple[weakref.ref[Tensor], int] | None
-) -> bool:
-    if state is None or last is None:
-        return state is last
-    return state[0]() is last[0]() and state[1] == last[1]
+    return None if grad is None else weakref.ref(grad)  # an id may be used again

@@ -519,6 +519,131 @@ def test_every_gradient_that_replaces_another_is_told():
     assert sum(event.kind == "retain_grad" for event in log.events) == 6
 
 
+def test_a_gradient_that_is_edited_by_hand_is_not_told():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 3
+    y.retain_grad()
+    loss = y.sum()
+    with trace(y=y) as log:
+        loss.backward(retain_graph=True)
+        y.grad.zero_()
+        torch.optim.SGD([x], lr=0.1).step()
+        y.grad = torch.ones(2)
+        loss.backward(inputs=[y])
+        torch.optim.SGD([x], lr=0.1).step()
+    told = [event for event in log.events if event.kind == "retain_grad"]
+    assert [event.phase for event in told] == ["backward", "backward"]
+    assert log.events.index(told[0]) < kinds(log.events).index("optimizer step pre-hook")
+
+
+@sees_new_nodes
+def test_a_loop_that_keeps_its_loss_has_each_backward_once_and_in_its_place():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    steps = []
+    for _ in range(2):  # the loss, and so the Nodes of the leaves, stays from the step before
+        with trace(model) as log:
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+        steps.append(log.lines())
+    assert steps[0] == steps[1]
+    with trace(model) as log:
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+    inferred = Counter(event.kind for event in log.events if event.inferred)
+    assert inferred == {"module backward begins": 9, "module backward ends": 9}
+    for kind in ("Node hook", "post-accumulate-grad hook"):
+        leaf = [event for event in log.events if event.kind == kind and event.where.endswith("0.bias")]
+        assert [event.inside for event in leaf] == [("Sequential", "0")] * 3
+
+
+def test_gradients_that_a_forward_asks_for_are_no_recomputation():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return torch.autograd.grad(self.energy(x).tanh().sum(), x, create_graph=True)[0]
+
+    with trace(model := Force()) as log:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert log.phase("recompute") == []
+    assert any(event.kind == "pack" for event in log.phase("backward"))
+
+
+def test_what_a_node_does_besides_does_not_hide_its_place(net, batch):
+    model = nn.Linear(2, 1)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    with trace(model) as log:
+        model(torch.ones(1, 2)).sum().backward()
+    stepped = [event for event in log.events if event.kind == "post-accumulate-grad hook"]
+    assert len(stepped) == 2
+    if NODE_CREATION_HOOK is not None:
+        assert [event.inside for event in stepped] == [("Linear",)] * 2
+
+    class Reversible(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            net(batch)
+            return 2 * grad * ctx.saved_tensors[0]
+
+    x = torch.ones(2, requires_grad=True)
+    with trace(net, x=x) as log:
+        y = Reversible.apply(x)
+        traced = trace(y=y)
+        y.sum().backward()
+        traced.remove()
+    if NODE_CREATION_HOOK is not None:
+        assert [event.where for event in log.events if event.kind == "unpack"] == ["ReversibleBackward"]
+
+
+def test_after_an_interrupt_a_part_that_is_called_by_itself_is_outside():
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(2, 2), Interrupted())
+    log = trace(model)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 2))
+    model[0](torch.ones(1, 2))
+    assert (log.events[-1].where, log.events[-1].inside) == ("0", ("0",))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 2))
+    log.remove()
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+def test_inputs_by_keyword_have_their_shape():
+    class Doubled(nn.Module):
+        def forward(self, ids):
+            return ids * 2
+
+    with trace(model := Doubled()) as log:
+        model(ids=torch.ones(3))
+    assert [event.shape for event in log.events if event.kind.startswith("forward")] == [(3,), (3,)]
+
+
+def test_the_node_of_a_leaf_is_seen_without_a_with_too():
+    x = torch.ones(2, requires_grad=True)
+    log = trace(x=x)
+    (x * 2).sum().backward()
+    log.remove()
+    assert kinds(log.events) == ["tensor hook", "Node pre-hook", "post-accumulate-grad hook", "Node hook"]
+
+
 # ---- bad input ----
 
 
