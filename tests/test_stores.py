@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -233,6 +234,55 @@ def test_a_file_that_may_not_grow_further_is_named(tmp_path, monkeypatch):
         store.write(torch.ones(1_000))
     assert error.value.errno == errno.EFBIG
     assert str(tmp_path) in str(error.value)
+
+
+def test_where_the_system_can_only_seek_the_disk_serves_threads_too(tmp_path, monkeypatch):
+    for name in ("preadv", "pwrite", "posix_fadvise", "fstatvfs"):
+        monkeypatch.delattr(os, name, raising=False)
+    store, wrong = Disk(tmp_path), []
+
+    def use(number):
+        for size in range(1, 200, 7):
+            slot = store.write(torch.full((size,), number))
+            store.prefetch(slot)
+            if store.read(slot).tolist() != [number] * size:
+                wrong.append(size)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    slots = [store.write(torch.full((3,), number)) for number in range(3)]
+    assert [store.read(slot).tolist() for slot in slots] == [[0] * 3, [1] * 3, [2] * 3]
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path):
+    store = Disk(tmp_path)
+    slot = store.write(torch.ones(1000))
+    store._file.truncate(100)
+    with pytest.raises(OSError, match=r"the file in .* has been cut short") as error:
+        store.read(slot)
+    assert error.value.errno == errno.EIO
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "pwrite"), reason="this system has no pwrite")
+def test_any_other_error_of_the_disk_is_left_as_it_is(tmp_path, monkeypatch):
+    store = Disk(tmp_path)
+    monkeypatch.setattr(os, "pwrite", short_and_full(os.pwrite, 0, errno.EIO))
+    with pytest.raises(OSError, match=f"^{re.escape(str(OSError(errno.EIO, os.strerror(errno.EIO))))}$"):
+        store.write(torch.ones(1000))
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such hint")
+def test_a_prefetch_tells_the_system_what_is_read_next(monkeypatch):
+    hints, store = [], Disk()
+    slot = store.write(torch.ones(1000))
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *hint: hints.append(hint))
+    store.prefetch(slot)
+    assert hints == [(slot.start, 4000, os.POSIX_FADV_WILLNEED)]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts a small disk as only Linux does")
