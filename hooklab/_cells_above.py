@@ -1,4 +1,4 @@
-"""Advice for a NameError: has the cell that defines the name not run since the kernel was started?"""
+"""Cells of a notebook: what lies in one; and has the one that defines a missing name not run in this kernel?"""
 
 import dis
 import json
@@ -9,7 +9,14 @@ from typing import Any
 
 from hooklab._message import Message
 
-__all__ = ["advice"]
+__all__ = ["advice", "in_cell"]
+
+TIMED = "<timed exec>", "<timed eval>", "<magic-timeit>"  # by %%time, %time and %timeit
+
+
+def in_cell(shell: Any, file: str) -> bool:
+    """True for the file name of code that was typed into a cell."""
+    return bool(file in TIMED or shell.compile.format_code_name(file))
 
 
 def advice(shell: Any, error: BaseException) -> Message | None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from hooklab import _refuse
+from hooklab._cells_above import in_cell
 from hooklab._compiler import eager
 from hooklab._hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
 
@@ -226,5 +227,4 @@ def _short(file: str) -> str:
     """The name of a file; a cell of a notebook has none that is the same in every run."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    in_cell = shell is not None and (file == "<timed exec>" or shell.compile.format_code_name(file))  # %%time
-    return "notebook cell" if in_cell else Path(file).name
+    return "notebook cell" if shell is not None and in_cell(shell, file) else Path(file).name

@@ -13,7 +13,10 @@ from nbformat import NotebookNode
 
 __all__ = ["Both", "Chinese", "English"]
 
-HEADING = re.compile(r"^(#+ (?:\d+ )?)(.+?) · (.+)$", re.MULTILINE)  # `## 3 中文 · English`
+# `## 3 中文 · English`; code in a fence, whose lines may look like it, is matched first and left alone.
+HEADING = re.compile(r"^(`{3,}|~{3,})[\s\S]*?^\1|^(#+ (?:[\d.]+ )?)(.+?) · (.+)$", re.MULTILINE)
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+DIV = re.compile(r"<(/?)div\b[^>]*>\n*")
 
 # A slide that is longer than the screen scrolls, and a long line of code wraps: nbconvert's own page cuts both off.
 STYLE = """
@@ -48,31 +51,44 @@ class OneLanguage(Both):
     """Leaves one language in prose, headings and messages; code and what it prints are for all."""
 
     other: ClassVar[str]  # the value of `lang` that goes
-    title: ClassVar[str]  # what stays of a heading
+    half: ClassVar[int]  # of a heading, the one that stays
 
     def preprocess_cell(
         self, cell: NotebookNode, resources: dict[str, Any], index: int
     ) -> tuple[NotebookNode, dict[str, Any]]:
         """The cell without the other language, and the resources as they were."""
         if cell.cell_type == "markdown":
-            cell.source = HEADING.sub(self.title, self._without(cell.source))
+            cell.source = HEADING.sub(self._heading, self._without(cell.source))
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "text/html" in data:
                 data["text/html"] = self._without(data["text/html"])
         return cell, resources
 
+    def _heading(self, found: re.Match[str]) -> str:
+        fence, start, *halves = found.groups()
+        bilingual = not fence and [bool(CHINESE.search(half)) for half in halves] == [True, False]
+        return start + halves[self.half] if bilingual else found[0]
+
     def _without(self, text: str) -> str:
-        return re.sub(rf'<div lang="{self.other}">.*?</div>\n*', "", text, flags=re.DOTALL)
+        kept, depth, end = "", 0, 0  # depth: of what goes
+        for tag in DIV.finditer(text):
+            if depth:
+                depth += -1 if tag[1] else 1
+                end = tag.end()
+            elif tag[0].startswith(f'<div lang="{self.other}">'):
+                kept += text[end : tag.start()]
+                depth, end = 1, tag.end()
+        return text if depth else kept + text[end:]
 
 
 class Chinese(OneLanguage):
     """Without English."""
 
-    other, title = "en", r"\1\2"
+    other, half = "en", 0
 
 
 class English(OneLanguage):
     """Without Chinese."""
 
-    other, title = "zh", r"\1\3"
+    other, half = "zh", 1

@@ -6,6 +6,7 @@
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,14 +200,19 @@ def _show_own_lines(
     except KeyboardInterrupt:  # a second one: it would make IPython forget this function
         print("KeyboardInterrupt", file=sys.stderr)
         return []
+    except Exception:  # its text could not be made
+        traceback.print_exception(kind, error, _only_own(shell, trace))
+        return []
 
 
 def _shown(shell: Any, kind: type, error: BaseException, trace: Any) -> list[str]:
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
-    if not any(_is_own(shell, step) for step in _steps(trace)):  # a syntax error, or nothing of the learner's
-        shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback(
-            (kind, error, trace)
-        )
+    own = any(_is_own(shell, step) for step in _steps(trace))
+    if isinstance(error, SyntaxError):
+        shell.showsyntaxerror(running_compiled_code=own)  # by eval or exec
+        return []
+    if not own or isinstance(error, BaseExceptionGroup):  # of whose members each has a traceback
+        shell.showtraceback((kind, error, trace))
         return []
     # Also the errors behind it ("the direct cause of ..."): cut for the moment in which they are printed.
     behind = [(each, each.__traceback__) for each in _chain(error)]
@@ -247,7 +253,7 @@ def _only_own(shell: Any, trace: Any) -> Any:
 
 
 def _is_own(shell: Any, step: Any) -> bool:
-    return bool(shell.compile.format_code_name(step.tb_frame.f_code.co_filename))
+    return _cells_above.in_cell(shell, step.tb_frame.f_code.co_filename)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -6,6 +6,13 @@ from difflib import get_close_matches
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    maybe_get_bdim,
+)
 
 from hooklab import _refuse
 from hooklab._compiler import eager, eager_inside
@@ -78,9 +85,9 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
 
     Returns:
         A `Watch`. `log["y"]` is the last gradient that arrived at `y`: a detached copy with the
-        shape, dtype and device of the gradient. `log.history["y"]` has all of them, `log.order` the
-        names as they arrived. A tensor's own gradient is seen as the hooks registered on it before
-        `watch` have left it.
+        shape, dtype and device of the gradient; in `torch.func.vmap` the batch comes first. `log.history["y"]`
+        has all of them, `log.order` the names as they arrived. A tensor's own gradient is seen as the hooks
+        registered on it before `watch` have left it.
 
     Raises:
         TypeError: nothing was given, a tensor without a name, or something that is not a tensor.
@@ -196,10 +203,16 @@ def zero() -> Hook:
 
 def _copy(grad: Tensor) -> Tensor:
     # With is_grads_batched=True: it lives no longer than the call, but the tensor behind it does.
-    if torch._C._functorch.is_legacy_batchedtensor(grad):
+    if is_legacy_batchedtensor(grad):
         with torch.no_grad():
             return torch._remove_batch_dim(grad.clone(), 1, 1, 0)
-    return grad.detach().clone()
+    if not is_functorch_wrapped_tensor(grad):
+        return grad.detach().clone()
+    with torch._C._DisableFuncTorch(), torch.no_grad():  # of torch.func: its wrapper dies with its transform
+        while is_functorch_wrapped_tensor(grad):
+            inner = get_unwrapped(grad)
+            grad = inner.movedim(maybe_get_bdim(grad), 0) if is_batchedtensor(grad) else inner
+        return grad.detach().clone()
 
 
 def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:

@@ -167,10 +167,16 @@ def test_importing_hooklab_imports_nothing_heavy_but_torch():
     assert not heavy & set(done.stdout.split())
 
 
-def run_cells(*sources):
-    """The error outputs of cells run one after the other in a kernel."""
+def run(*sources):
+    """A notebook of these cells, run one after the other in a kernel."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     NotebookClient(notebook, kernel_name=forked_kernels.NAME, allow_errors=True, timeout=60).execute()
+    return notebook
+
+
+def run_cells(*sources):
+    """The error outputs of such cells."""
+    notebook = run(*sources)
     errors = [output for cell in notebook.cells for output in cell.outputs if output.output_type == "error"]
     return [re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)) for error in errors]
 
@@ -186,6 +192,35 @@ def test_an_error_shows_the_lines_of_the_cells_and_tb_shows_all():
     assert "_tensor.py" not in short
     assert "_tensor.py" in whole
     assert "1 +\n       ^\nSyntaxError" in syntax
+
+
+def test_the_line_of_a_cell_that_is_timed_is_shown():
+    set_up = "import torch\nfrom hooklab import lesson\nlesson.start()\nlayer = torch.nn.Linear(2, 2)"
+    timed = "x = torch.ones(3)\nlayer(x)"
+    for error in run_cells(
+        set_up, f"%%time\n{timed}", f"%%timeit -n 1 -r 1\n{timed}", "%time layer(torch.ones(3))"
+    ):
+        assert re.search(r"<timed exec>:2|<magic-timeit>:2|<timed eval>:1", error)
+        assert "module.py" not in error
+
+
+def test_errors_with_a_shape_of_their_own_are_shown_whole_and_later_ones_stay_short():
+    set_up = "import torch\nfrom hooklab import lesson\nlesson.start()"
+    group = "raise ExceptionGroup('both', [ValueError('the first'), TypeError('the second')])"
+    code = "exec('a = 1\\nb = = 2')"
+    mute = "class Mute(Exception):\n    def __str__(self):\n        raise ValueError\nraise Mute"
+    plain = "torch.ones(2).nope"
+    notebook = run(set_up, group, code, mute, plain)
+    group, code, mute, plain = (
+        "".join("\n".join(output.get("traceback", [output.get("text", "")])) for output in cell.outputs)
+        for cell in notebook.cells[1:]
+    )
+    assert "the first" in group
+    assert "the second" in group
+    assert "b = = 2" in code
+    assert "in <module>\n    raise Mute" in mute
+    assert "Custom TB Handler failed" not in mute
+    assert "----> 1 torch.ones(2).nope" in re.sub(r"\x1b\[[0-9;]*m", "", plain)
 
 
 def test_the_errors_behind_an_error_are_shortened_too():

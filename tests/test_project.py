@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import nbformat
 import notebook_form
 import pytest
 import sources_table
@@ -17,6 +18,7 @@ from notebook_rules import LINK
 from traitlets.config import Config
 
 import hooklab
+from hooklab.export import Chinese, English
 
 ROOT = notebook_form.ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -244,3 +246,28 @@ def test_slides_in_one_language_hold_nothing_of_the_other(language):
     assert (english in page) == (language == "English")
     assert ("11 读取梯度" in page) == (language == "Chinese")
     assert ("11 Reading gradients" in page) == (language == "English")
+
+
+@pytest.mark.parametrize(
+    ("source", "chinese", "english"),
+    [
+        ("## 3 标题 · Heading\n\ntext", "## 3 标题\n\ntext", "## 3 Heading\n\ntext"),
+        ("## 2.1 学习 · Learning", "## 2.1 学习", "## 2.1 Learning"),
+        ("## Adam · SGD · RMSprop", "## Adam · SGD · RMSprop", "## Adam · SGD · RMSprop"),
+        (
+            "```python\n# 损失 · loss\n```\n# 标题 · T",
+            "```python\n# 损失 · loss\n```\n# 标题",
+            "```python\n# 损失 · loss\n```\n# T",
+        ),
+        (
+            '<div lang="zh">\n<div>内</div>\n外\n</div>\n\n<div lang="en">\n<div>in</div>\nout\n</div>\n\nend',
+            '<div lang="zh">\n<div>内</div>\n外\n</div>\n\nend',
+            '<div lang="en">\n<div>in</div>\nout\n</div>\n\nend',
+        ),
+        ('<div lang="en">\nnever closed', '<div lang="en">\nnever closed', '<div lang="en">\nnever closed'),
+    ],
+)
+def test_cells_of_somebody_else_lose_the_other_language_and_nothing_more(source, chinese, english):
+    for exporter, want in ((Chinese, chinese), (English, english)):
+        cell, _ = exporter().preprocess_cell(nbformat.v4.new_markdown_cell(source), {}, 0)
+        assert cell.source == want

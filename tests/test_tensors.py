@@ -276,6 +276,27 @@ def test_watch_bears_several_backwards_at_once():
     assert torch.equal(log["x"], rows)
 
 
+def test_watch_under_a_transform_keeps_what_outlives_it():
+    x = torch.arange(3.0, requires_grad=True)
+    y = x**2
+    with watch(x=x, y=y) as log:
+        torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.eye(3))
+    assert log["y"].tolist() == torch.eye(3).tolist()
+    assert log["x"].tolist() == torch.diag(torch.tensor([0.0, 2.0, 4.0])).tolist()
+    logs = []
+
+    def loss(x):
+        doubled = x * 2
+        logs.append(watch(doubled=doubled))
+        return (doubled**2).sum()
+
+    torch.func.grad(loss)(torch.ones(3))
+    torch.func.vmap(torch.func.grad(loss), in_dims=1)(torch.arange(6.0).reshape(3, 2))
+    torch.func.jacrev(lambda x: loss(x) * torch.ones(2))(torch.ones(3))
+    seen = [log["doubled"].tolist() for log in logs]
+    assert seen == [[4, 4, 4], [[0, 8, 16], [4, 12, 20]], [[4, 4, 4]] * 2]
+
+
 def test_a_copy_is_what_has_arrived_so_far_and_can_be_pickled():
     a = torch.ones(2, requires_grad=True)
     with watch(a=a) as watched:
