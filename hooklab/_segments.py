@@ -155,14 +155,16 @@ class State:
     """Computing a segment again starts from the state that its forward found: of the buffers it changes copies only.
 
     So running statistics are updated once, and a buffer that the output depends on has its old value again; and
-    so have `training`, `requires_grad`, and whether a Sequential inside runs in segments. The parameters are those
-    of the forward, which `torch.func.functional_call` gives for a while, and `parametrize.cached()` computes once.
+    so have `training`, `requires_grad`, numbers and words that are attributes, and whether a Sequential inside runs
+    in segments. What blocks note in attributes meanwhile, a loss or a count, goes again. The parameters are those of
+    the forward, which `torch.func.functional_call` gives for a while, and `parametrize.cached()` computes once.
     """
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
         # Flags and the buffers, as the forward found them.
         self.before: tuple[Flags, Named] | None = None
+        self.noted = [vars(one) for one in self.owners]  # what lies in their attributes
         self.parameters = self.own_parameters()
         self.cached = parametrize._cache_enabled, dict(parametrize._cache)
 
@@ -197,6 +199,9 @@ class State:
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
         flags, found = self.flags(), self.buffers()
+        self.words = [
+            {name: value for name, value in noted.items() if _is_word(value)} for noted in self.noted
+        ]
         values = _copies(found)
         # The forward may itself take a derivative, for which this is computed again.
         self.used, self.before = {}, (flags, _replaced(found, values))
@@ -226,10 +231,13 @@ class State:
         copies = _copies(before)  # memory may be full: nothing is replaced yet
         # Also of what has been replaced since then.
         now = self.flags() + [(one, name, getattr(one, name)) for one, name, _ in flags], self.buffers()
+        noted = [dict(each) for each in self.noted]
         parameters, cached = self.own_parameters(), (parametrize._cache_enabled, parametrize._cache)
         in_use = self.cached[0] or cached[0]
         try:
             _swap({place: self.parameters.get(place, p) for place, p in parameters.items()})
+            for each, words in zip(self.noted, self.words, strict=True):
+                each.update(words)
             self.put(flags, _replaced(before, copies))
             if in_use:
                 parametrize._cache_enabled, parametrize._cache = self.cached[0], dict(self.cached[1])
@@ -239,11 +247,20 @@ class State:
                 parametrize._cache_enabled, parametrize._cache = cached
             _swap(parameters)
             self.put(*now)
+            for each, old in zip(self.noted, noted, strict=True):
+                for name in each.keys() - old.keys():
+                    del each[name]
+                each.update(old)
 
 
 def _swap(parameters: Named) -> None:
     for (module, name), parameter in parameters.items():
         module._parameters[name] = parameter
+
+
+def _is_word(value: Any) -> bool:
+    """A number, a text, a flag: what is replaced and never edited."""
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_there(tensor: Tensor | None) -> bool:

@@ -63,11 +63,12 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on
     the GPUs of the tensors that a segment is given (inside an object they do not count); not those of a
-    `torch.Generator` of your own, of NumPy, or of `F.rrelu` (the module `nn.RReLU` is safe). Buffers that are views of
-    one another are copied apart. All else that a block uses has to stay as it is until backward is over, as with
-    `torch.utils.checkpoint`: forward hooks that change an output (take them off after backward), attributes that are no
-    buffers, globals. Blocks may write into a list, a dict or an object that they are given: each run has a copy, of an
-    object one level deep (`copy.copy`).
+    `torch.Generator` of your own, of NumPy, of Python's `random`, or of `F.rrelu` (the module `nn.RReLU` is safe).
+    Buffers that are views of one another are copied apart. Numbers and texts in attributes of the blocks (a count of
+    calls) are those of the forward, and what a block notes in an attribute (a loss) stays what the forward noted. All
+    else that a block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks
+    that change an output (take them off after backward), other attributes, globals. Blocks may write into a list, a
+    dict or an object that they are given: each run has a copy, of an object one level deep (`copy.copy`).
 
     Args:
         model: any module.
@@ -86,8 +87,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
         RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place, or the
             tensors and lists that an object in it holds (where its first block, or the one after it, has `inplace=True`
             itself, the input is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
-            edited or given other memory (`.data = ...`, `model.to`) in between. An edit through `.data` (`p.data.mul_(2)`)
-            is not noticed.
+            edited or given other memory (`.data = ...`, `model.to`) in between; also by an optimizer that steps in
+            backward, where a segment ends in adding a parameter. An edit through `.data` (`p.data.mul_(2)`) is not noticed.
         torch.utils.checkpoint.CheckpointError: in backward, if computing again saves something else than forward, or if
             what a Node has saved is read twice: a `Function` of your own should read `ctx.saved_tensors` once.
 
@@ -98,7 +99,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     with any checkpoint.
     One thread at a time may use the model where there are buffers, or where `functional_call` gave the parameters.
     Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does
-    the first forward of a lazy layer.
+    the first forward of a lazy layer. `torch.jit` wants it removed first. A graph that no backward uses up keeps the
+    segment's blocks; if one of them holds a result of that graph as an attribute, both stay, as with any checkpoint.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))

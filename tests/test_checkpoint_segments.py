@@ -134,6 +134,39 @@ def test_buffers_that_the_output_depends_on_have_their_old_value_again(replaces)
     assert model.body[5].calls == 3
 
 
+class Noting(nn.Module):
+    """Its output depends on attributes that it changes; and it notes a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.calls, self.slope, self.aux = 0, 1.0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.slope *= 1.5
+        y = self.inner(x).tanh()
+        self.aux = y.square().mean()
+        if self.calls > 1:
+            self.later = self.aux
+        return y * (self.calls + self.slope)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_what_a_block_notes_in_attributes_is_what_its_forward_has_noted(size):
+    extra = lambda: (Noting(), nn.Tanh())  # noqa: E731
+    model = net(extra=extra)
+    with checkpoint_segments(model, {"body": size}):
+        assert equal(train(net(extra=extra), steps=3), train(model, steps=3))
+        noting = model.body[5]
+        loss = model(torch.ones(8, 4)).sum() + noting.aux
+        noted, noting.slope = dict(vars(noting)), 7.0  # changed before backward, and to stay so
+        loss.backward()
+    assert vars(noting).keys() == noted.keys()
+    assert all(vars(noting)[name] is value for name, value in noted.items() if name != "slope")
+    assert (noting.calls, noting.slope) == (4, 7.0)
+
+
 def test_spectral_norm_iterates_once():
     extra = lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),)  # noqa: E731
     model = net(extra=extra)
