@@ -43,8 +43,13 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     def table(self) -> str:
         """All figures as text, a line for each layer; dashes where nothing was counted."""
         rows = [("layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf")]
-        rows += [_row(name, running.read()) for name, running in self._running.items()]
+        rows += [_row(name, figures) for name, figures in self.asked.items()]
         return table(rows)
+
+    @property
+    def asked(self) -> dict[str, Statistics]:
+        """The figures of every layer that was asked for; empty ones where nothing was counted."""
+        return {name: running.read() for name, running in self._running.items()}
 
     def __getitem__(self, name: str) -> Statistics:
         if name not in self._running:

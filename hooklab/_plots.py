@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hooklab._drawing import drawing, shortened
 from hooklab._saved_tensors import SavedTensors
@@ -22,6 +23,8 @@ MAX_HEAT_MAPS = 60
 MAX_TITLE = 36  # characters above a heat map
 MAX_NAME = 48  # beside a row
 MAPS = 64  # of one tensor
+MAX_CELLS = 200, 110  # of a heat map, to the right and up: a page shows no more, and leaves out the rest
+MAX_PIXELS = 800, 540  # of a mosaic
 
 
 def rms(figures: Statistics) -> float:
@@ -42,22 +45,25 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
     floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
     from matplotlib.ticker import LogFormatter
 
+    step = math.ceil(len(names) / MAX_LABELS)
     with _figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
         axes = figure.subplots()
         for values, mark, colour, label in (
             (sizes, "o-", BLUE, "root mean square"), (largest, "|", ORANGE, "largest |entry|"),
         ):  # fmt: skip
-            shown = [max(value, floor) for value in values]
+            shown = [value if value > 0 else math.nan for value in values]
             axes.plot(shown, range(len(names)), mark, color=colour, ms=5, lw=1, mew=1.5, label=label)
-        for row, figures in enumerate(stats.values()):
-            if remark := _remark(figures):
-                axes.text(floor * 1.1, row, f" {remark}", va="center", fontsize=7, color=RED)
+        for first, last, remark in _runs(list(map(_remark, stats.values())), 1 if step == 1 else len(names)):
+            many = f": {last - first + 1} layers" if last > first else ""
+            axes.annotate(
+                remark + many, (floor, (first + last) / 2), xytext=(6, 0), textcoords="offset points",
+                va="center", fontsize=7, color=RED,
+            )  # fmt: skip
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(LogFormatter())  # 1e-05: the usual one writes formulas
         axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
         axes.grid(axis="x", color="#e6e6e6")
         axes.set_xlim(left=floor * 0.8)
-        step = math.ceil(len(names) / MAX_LABELS)
         labels = [shortened(name, MAX_NAME) for name in names[::step]]
         axes.set_yticks(range(0, len(names), step), labels, family="monospace")
         axes.set_ylim(len(names) - 0.4, -0.6)
@@ -68,9 +74,21 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
 
 
 def _remark(figures: Statistics) -> str:
+    if not figures.count:
+        return "no gradient"
     if figures.nans + figures.infs:
         return "NaN or inf"
-    return "all 0" if rms(figures) == 0 else ""
+    return "all 0" if figures.min == figures.max == 0 else ""
+
+
+def _runs(remarks: list[str], longest: int) -> Iterator[tuple[int, int, str]]:
+    """First and last row of equal remarks one under the other."""
+    first = 0
+    for row, remark in enumerate(remarks):
+        if row + 1 == len(remarks) or remarks[row + 1] != remark or row + 1 - first == longest:
+            if remark:
+                yield first, row, remark
+            first = row + 1
 
 
 def activations(stats: dict[str, Statistics]) -> str:
@@ -85,9 +103,11 @@ def activations(stats: dict[str, Statistics]) -> str:
         for axes, name in zip(grid.flat, names, strict=False):
             figures = stats[name]
             low, high = figures.range
-            shade = figures.history.double().sqrt().T.tolist()
+            shade = figures.history.double()[None]
+            size = [min(number, most) for number, most in zip(shade.shape[1:], MAX_CELLS, strict=True)]
+            shade = F.adaptive_avg_pool2d(shade, size)[0].sqrt().T.tolist()  # no call and no bin is left out
             axes.imshow(
-                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="nearest", vmin=0,
+                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
                 extent=(0.5, figures.calls + 0.5, low, high),
             )  # fmt: skip
             axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
@@ -110,16 +130,17 @@ def shown_maps(tensor: Tensor) -> Tensor:
 
 def feature_maps(maps: Tensor) -> str:
     """The maps as one mosaic, each stretched from its own minimum (dark) to its own maximum (bright)."""
-    number, height, width = maps.shape
+    number = len(maps)
     # One row, or as many columns as leave the fewest places empty.
     columns = number if number <= 8 else min(range(8, 13), key=lambda columns: (-number % columns, columns))
     lines = math.ceil(number / columns)
+    maps = _shrunk(maps, (MAX_PIXELS[1] / lines, MAX_PIXELS[0] / columns))
+    height, width = maps.shape[1:]
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
     canvas = torch.full(
         (lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan, device="cpu"
     )
-    for index, one in enumerate(maps):
-        finite = torch.where(one.isfinite(), one, math.nan)
+    for index, finite in enumerate(maps):
         known = finite[~finite.isnan()]
         low, high = (known.min(), known.max()) if known.numel() else (0.0, 0.0)
         top, left = index // columns * (height + gap_y), index % columns * (width + gap_x)
@@ -132,9 +153,20 @@ def feature_maps(maps: Tensor) -> str:
     aspect = "equal" if 1 / 40 < tall < 40 else "auto"
     with _figure(wide, min(6.0, max(0.5, wide * tall))) as (figure, out):
         axes = figure.subplots()
-        axes.imshow(canvas.tolist(), cmap="viridis", interpolation="nearest", vmin=0, vmax=1, aspect=aspect)
+        axes.imshow(canvas.tolist(), cmap="viridis", interpolation="none", vmin=0, vmax=1, aspect=aspect)
         axes.set_axis_off()
     return out[0]
+
+
+def _shrunk(maps: Tensor, room: tuple[float, float]) -> Tensor:
+    """What is not finite as NaN; and maps that are too large for their place averaged: no pixel is left out."""
+    maps = torch.where(maps.isfinite(), maps, math.nan)
+    height, width = maps.shape[1:]
+    side = max(math.ceil(height / room[0]), math.ceil(width / room[1]))
+    if side == 1:
+        return maps
+    maps = F.pad(maps, (0, -width % side, 0, -height % side), value=math.nan)
+    return maps.unflatten(2, (-1, side)).unflatten(1, (-1, side)).nanmean((2, 4))
 
 
 def memory(saved: SavedTensors) -> str:
@@ -145,8 +177,10 @@ def memory(saved: SavedTensors) -> str:
     top = max(held) * 1.18 or 1.0
     with _figure(7.5, 3.0) as (figure, out):
         axes = figure.subplots()
-        for begin, end, part, shaded in _bands([module.split(".")[0] for module, _ in saved.events]):
-            axes.axvspan(begin, end, color="#eef2f7" if shaded else "#ffffff", lw=0)
+        bands = list(_bands([module.split(".")[0] for module, _ in saved.events]))
+        shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]
+        axes.broken_barh(shades, (0, top), color="#eef2f7", lw=0)
+        for begin, end, part, _ in bands:
             if end - begin > len(held) * 0.012 * (len(part) + 1):
                 axes.text((begin + end) / 2, top * 0.93, part, ha="center", fontsize=7, color="#555555")
         axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)

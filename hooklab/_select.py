@@ -51,7 +51,7 @@ def down_to(depth: int, model: nn.Module) -> tuple[str, ...]:
     What has none (an `nn.ModuleList`) is no level of its own.
     """
     levels, names = {"": 0}, []
-    for name, layer in uncompiled(model).named_modules(remove_duplicate=False):
+    for name, layer in _layers(uncompiled(model)).items():
         if name:
             called = _has_forward(layer)
             levels[name] = levels[name.rpartition(".")[0]] + called
@@ -149,6 +149,8 @@ def _regex(pattern: str) -> str:
 def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
     if isinstance(pattern, str):
         names = [name for name in layers if name]
+        if compiled := [name for name in names if name.replace("._orig_mod", "") == pattern]:
+            return f"{compiled[0]} (compiled by itself)"
         if deeper := list(_matching(layers, f"**.{pattern.lstrip('*.')}")):
             return f"{', '.join(deeper[:3])} (deeper inside: '**.{pattern.lstrip('*.')}')"
         close = get_close_matches(pattern, names) or get_close_matches(pattern.rpartition(".")[2], names)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from hooklab._drawing import drawing, shortened
+from hooklab._drawing import drawing, shortened, width_of
 from hooklab._events import Event
 
 __all__ = ["facts", "svg"]
@@ -175,4 +175,4 @@ def _indented(label: str, events: list[Event]) -> str:
 
 
 def _label_width(rows: dict[str, int], events: list[Event]) -> float:
-    return 4.9 * max(len(_indented(label, events)) for label in rows) + 4
+    return 4.9 * max(width_of(_indented(label, events)) for label in rows) + 4

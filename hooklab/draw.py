@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hooklab import _plots, _timeline
+from hooklab._drawing import LOCK
 from hooklab._graphviz import NotDrawn, svg_from_dot
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, short
@@ -23,8 +23,6 @@ from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
 
-# Warnings, a module of torchviz and the recursion limit belong to all threads.
-_changing_the_process = threading.Lock()
 MAX_EVENTS = 20_000  # above, marks cannot be told apart and the picture takes megabytes
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
@@ -149,7 +147,8 @@ def timeline(trace: Trace) -> Picture:
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
     """How large the gradient is in each layer, from top to bottom in the order of `stats`: does it vanish or explode?
 
-    The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale.
+    The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale. A layer
+    that no gradient has reached has a row without either.
 
     Args:
         stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned.
@@ -174,9 +173,14 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
         raise ValueError(
             "gradient_flow: found statistics of outputs; collect them with layer_statistics(model, ..., of='grad_output')"
         )
+    # Also those that no gradient has reached.
+    counted = {name or repr(name): figures for name, figures in getattr(stats, "asked", counted).items()}
     width = max(5, *map(len, counted))
     lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
     for name, figures in counted.items():
+        if not figures.count:
+            lines.append(f"{name:{width}}  {'-':>7}  {'-':>7}  no gradient")
+            continue
         largest = max(abs(figures.min), abs(figures.max))
         bad = f"  {figures.nans} NaN, {figures.infs} inf" if figures.nans or figures.infs else ""
         lines.append(f"{name:{width}}  {_plots.rms(figures):7.1e}  {largest:7.1e}{bad}")
@@ -238,7 +242,8 @@ def feature_maps(tensor: Tensor) -> Picture:
 
     Args:
         tensor: (height, width), (channels, height, width) or (images, channels, height, width); of several images
-            the first is shown, of more than 64 channels the first 64, of complex numbers their absolute values.
+            the first is shown, of more than 64 channels the first 64, of complex numbers their absolute values. Maps
+            too large for the page are averaged over squares, so that no pixel is left out.
 
     Returns:
         A `Picture`. `.facts` say what is shown, how many maps are the same everywhere, and the range of values.
@@ -422,8 +427,8 @@ def _saved_by(node: Node) -> Iterator[str]:
     for field in fields:
         try:
             value = getattr(node, field)
-        except RuntimeError as error:
-            state = f"cannot be read ({str(error).splitlines()[0]})"
+        except Exception as error:  # a hook of the user's has to unpack it
+            state = f"cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})"
             if "modified by an inplace operation" in str(error):
                 state = "edited in place since, backward() will raise"
             elif "a second time" in str(error):
@@ -449,13 +454,13 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
     def read(node: Node, name: str) -> object:
         try:
             return getattr(node, name)
-        except RuntimeError:
+        except Exception:
             return None
 
     def has(node: Node, name: str) -> bool:
         return hasattr(type(node), name) and name != "saved_tensors"  # see _add_saved
 
-    with _changing_the_process, warnings.catch_warnings():
+    with LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             import torchviz  # which warns that distutils is deprecated
@@ -473,21 +478,30 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
             sys.setrecursionlimit(limit)
     if saved:
         functions = [node for node in nodes if hasattr(type(node), "saved_tensors")]
-        _add_saved(dot, {node: read(node, "saved_tensors") for node in functions}, names)
+        leaves = {id(node.variable) for node in nodes if hasattr(type(node), "variable")}
+        _add_saved(dot, {node: read(node, "saved_tensors") for node in functions}, names, leaves)
     ids: dict[str, str] = {}
-    dot.body[:] = [_readable(statement, ids) for statement in dot.body]
+    dot.body[:] = [_readable(statement, ids) for statement in _without_base(dot.body)]
     return dot.source
 
 
-def _add_saved(dot: Any, saved: dict[Node, Any], names: dict[str, Tensor]) -> None:
-    """A box for every tensor that a Function has saved. torchviz fails where one of them is None."""
+def _without_base(body: list[str]) -> list[str]:
+    """torchviz draws what a view is taken from as a second result; the Node of the view says enough."""
+    bases = {one.split()[0] for one in body if "darkolivegreen3" in one}
+    return [one for one in body if "dotted" not in one and bases.isdisjoint(one.partition(" [")[0].split())]
+
+
+def _add_saved(dot: Any, saved: dict[Node, Any], names: dict[str, Tensor], drawn: set[int]) -> None:
+    """A box for every tensor that a Function has saved, but for leaves. torchviz fails where one of them is None."""
     for node, tensors in saved.items():
-        for tensor in tensors or ():
+        for index, tensor in enumerate(tensors or ()):
             if tensor is None:
                 continue
-            name = next((name for name, one in names.items() if one is tensor), "")
             dot.edge(str(id(tensor)), str(id(node)), dir="none")
-            dot.node(str(id(tensor)), f"{name}\n {_shape(tensor)}", fillcolor="orange")
+            if id(tensor) not in drawn:
+                own = f"saved_tensors[{index}]"
+                name = next((name for name, one in names.items() if one is tensor), own)
+                dot.node(str(id(tensor)), f"{name}\n {_shape(tensor)}", fillcolor="orange")
 
 
 def _readable(statement: str, ids: dict[str, str]) -> str:

@@ -280,7 +280,33 @@ def test_a_function_that_saves_none_is_drawn():
     x, w = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     picture = draw.graph(Optional.apply(x, w, None), {"x": x, "w": w}, saved=True)
     assert "OptionalBackward" in " ".join(boxes(picture.svg))
-    assert picture.svg.count("orange") == 2
+    assert picture.svg.count("orange") == 0  # the leaves stay blue
+    assert picture.svg.count("lightblue") == 2
+    picture = draw.graph(Optional.apply(x + 1, w, None), {"x": x, "w": w}, saved=True)
+    assert picture.svg.count("orange") == 1
+    assert [box for box in map(str.strip, boxes(picture.svg)) if "saved" in box] == ["saved_tensors[0] (3)"]
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: (x * 2)[0], lambda x: (x * 2).view(-1).view(2, 3), lambda x: x.view(-1)]
+)
+def test_a_view_has_one_result_and_no_arrow_of_its_own(view):
+    x = torch.ones(2, 3, requires_grad=True)
+    picture = draw.graph(view(x), {"x": x})
+    assert sum("result" in box for box in boxes(picture.svg)) == 1
+    assert picture.svg.count('class="edge"') == len(picture.facts.splitlines())
+
+
+def test_a_hook_that_cannot_unpack_leaves_the_rest_of_the_graph():
+    def unpack(name):
+        raise FileNotFoundError(name)
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "a file", unpack):
+        y = x.exp()
+    picture = draw.graph(y, {"x": x}, saved=True)
+    assert "ExpBackward0 saved result: cannot be read (a file)" in picture.facts
+    assert picture.svg
 
 
 def test_what_torchviz_cannot_draw_is_told_in_words(monkeypatch):

@@ -5,7 +5,10 @@ import io
 import math
 import re
 import sys
+import threading
+import warnings
 
+import matplotlib
 import pytest
 import torch
 from matplotlib import image
@@ -41,9 +44,12 @@ def words(svg):
 
 
 def pixels(svg):
-    """The pictures inside the SVG as arrays of colours, upright: matplotlib stores them upside down."""
-    found = re.findall(r'xlink:href="data:image/png;base64,([^"]*)"', svg)
-    return [image.imread(io.BytesIO(base64.b64decode(data.replace("\n", ""))))[::-1] for data in found]
+    """The pictures inside the SVG as arrays of colours, upright."""
+    found = re.findall(
+        r'<image xlink:href="data:image/png;base64,([^"]*)"[^>]* transform="matrix\(\S+ 0 0 (-?)', svg
+    )
+    stored = [(image.imread(io.BytesIO(base64.b64decode(data))), flipped) for data, flipped in found]
+    return [each[::-1] if flipped else each for each, flipped in stored]
 
 
 def test_gradient_flow_says_how_large_the_gradient_of_each_layer_is(model, gradients):
@@ -290,3 +296,95 @@ def test_layers_with_other_ranges_have_axes_of_their_own(model):
     svg = draw.activations({**wide, **narrow}).svg
     assert ">10</text>" in svg
     assert ">1.0</text>" in svg
+
+
+def test_a_layer_that_no_gradient_reaches_has_a_row_that_says_so():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        model[2](model[1](model[0](torch.ones(1, 2))).detach()).sum().backward()
+    picture = draw.gradient_flow(stats)
+    assert [line.split()[:1] + line.split()[3:] for line in picture.facts.splitlines()[1:]] == [
+        ["0", "no", "gradient"],
+        ["1", "no", "gradient"],
+        ["2"],
+    ]
+    assert words(picture.svg).count("no gradient") == 2
+
+
+def test_many_rows_with_the_same_remark_have_it_once():
+    model = nn.Sequential(*[nn.Identity() for _ in range(200)])
+    x = torch.ones(2, requires_grad=True)
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        y = model(x)
+        (y * torch.tensor([math.nan, 1.0])).sum().backward()
+    remarks = [word for word in words(draw.gradient_flow(stats).svg) if "NaN" in word]
+    assert remarks == ["NaN or inf: 200 layers"]
+
+
+def test_no_call_and_no_bin_is_left_out_of_a_long_history():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    explosions = set(range(25, 500, 50))
+    with layer_statistics(model, "*", bins=240, range=(-4, 4)) as stats:
+        for call in range(500):
+            model(torch.full((1000,), 3.5) if call in explosions else torch.zeros(1000))
+    first, second = pixels(draw.activations(stats).svg)
+    assert (first == second).all()
+    assert first.shape[0] <= 110
+    assert first.shape[1] <= 200
+    dark = first[..., 0] < 0.9  # the others are white
+    upper, middle = dark[: len(dark) // 4].any(0), dark[len(dark) // 4 :].any(0)
+    assert len("".join("#" if one else " " for one in upper).split()) == len(explosions)
+    assert middle.sum() >= 0.9 * dark.shape[1]
+
+
+def test_no_pixel_is_left_out_of_large_maps():
+    maps = torch.zeros(64, 224, 224)
+    places = torch.randint(0, 224, (64, 2), generator=torch.Generator().manual_seed(0))
+    maps[range(64), places[:, 0], places[:, 1]] = 1
+    (mosaic,) = pixels(draw.feature_maps(maps).svg)
+    assert mosaic.shape[0] <= 560
+    assert mosaic.shape[1] <= 820
+    assert ((mosaic[..., 0] > 0.9) & (mosaic[..., 1] > 0.8) & (mosaic[..., 2] < 0.2)).sum() == 64
+    equal = (torch.arange(224) % 3).double().expand(2, 224, 224).clone()
+    equal[1, 0, 0] = math.nan  # not shown, and spoils none of its neighbours
+    (mosaic,) = pixels(draw.feature_maps(equal).svg)
+    half = (mosaic.shape[1] - 224 // 16) // 2 if mosaic.shape[1] > 448 else mosaic.shape[1] // 2
+    left, right = mosaic[:, :half], mosaic[:, -half:]
+    assert (left == right).all(-1).mean() > 0.99
+
+
+FOREIGN = {
+    "text.usetex": True,
+    "image.origin": "lower",
+    "axes.grid": True,
+    "axes.formatter.use_mathtext": True,
+    "svg.image_inline": False,
+    "axes.titlesize": 30,
+    "ytick.labelsize": 30,
+}
+
+
+def test_settings_of_the_users_change_no_picture_and_stay(gradients, outputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drawn = [
+        lambda: draw.gradient_flow(gradients),
+        lambda: draw.activations(outputs),
+        lambda: draw.feature_maps(torch.arange(24.0).reshape(2, 3, 4)),
+    ]
+    plain = [picture().svg for picture in drawn]
+    with matplotlib.rc_context(FOREIGN):
+        assert [picture().svg for picture in drawn] == plain
+        assert all(matplotlib.rcParams[name] == value for name, value in FOREIGN.items())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_that_draw_leave_the_settings_as_they_were():
+    before, filters = dict(matplotlib.rcParams), list(warnings.filters)
+    maps = torch.arange(32.0).reshape(2, 4, 4)
+    threads = [threading.Thread(target=draw.feature_maps, args=(maps,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert dict(matplotlib.rcParams) == before
+    assert list(warnings.filters) == filters

@@ -139,6 +139,15 @@ def test_a_module_inside_itself_is_refused_in_words():
     child.parent = parent
     with pytest.raises(RecursionError, match=r"this model has a .* inside itself: 1\.parent\.1\.parent"):
         select(parent, "*")
+    with pytest.raises(RecursionError, match=r"this model has a .* inside itself"):
+        hooklab.verbose(parent)
+
+
+def test_a_name_inside_a_layer_compiled_by_itself_is_given():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    model[1] = torch.compile(model[1], backend="eager")
+    with pytest.raises(KeyError, match=r"close: 1\._orig_mod\.0 \(compiled by itself\)"):
+        select(model, "1.0")
 
 
 class Delegating(nn.Module):
