@@ -18,6 +18,7 @@ import notebook_form
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
@@ -831,6 +832,21 @@ class BitsInAList:
         return whole.view(dtype)
 
 
+def normalises_safely(module, mean, std):
+    return module.register_forward_pre_hook(lambda module, args: ((args[0] - mean) / (std + 1e-6), *args[1:]))
+
+
+def keeps_the_edge(tensor):
+    seen, edge = [], get_gradient_edge(tensor)
+
+    def note(grads):
+        if grads[edge.output_nr] is not None:
+            seen.append(grads[edge.output_nr].clone())
+
+    edge.node.register_prehook(note)
+    return seen
+
+
 def noisy(output):
     return output + 0.5 * torch.randn_like(output)
 
@@ -838,6 +854,11 @@ def noisy(output):
 @pytest.mark.parametrize(
     ("exercise", "answer"),
     [
+        ("00.B", lambda model, name, x: list(BY_ID["00.B"].solution(model, name, x))),
+        ("14.B", lambda function, model: tuple(BY_ID["14.B"].solution(function, model))),
+        ("14.C", keeps_the_edge),
+        ("15.B", lambda model, make: dict(enumerate(BY_ID["15.B"].solution(model, make)))),
+        ("21.A", normalises_safely),
         ("21.B", lambda module, std: module.register_forward_hook(
             lambda module, args, output: noisy(output) if module.training else None, prepend=True)),
         ("21.B", lambda module, std: modules.register_module_forward_hook(
@@ -853,8 +874,8 @@ def noisy(output):
         ("33.C", FreedWithItsSlot),
         ("35.B", sizes_beyond_the_layer),
     ],
-    ids=["21.B-prepend", "21.B-global", "22.A-global", "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file",
-         "33.C-finalize", "35.B-beyond"],
+    ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
+         "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -952,9 +973,147 @@ def zeros_of_float32():
     return Store()
 
 
+def hooked_everywhere(model, name, x):
+    """Takes its global hook off, but not after an error."""
+    shapes, child = [], model.get_submodule(name)
+    handle = modules.register_module_forward_hook(
+        lambda module, args, output: shapes.append(tuple(output.shape)) if module is child else None
+    )
+    output = model(x)
+    handle.remove()
+    return output, shapes[0]
+
+
+def never_put_back(model, name, x):
+    shapes, child = [], model.get_submodule(name)
+    run = type(child).forward
+
+    def forward(*args):
+        output = run(child, *args)
+        shapes.append(tuple(output.shape))
+        return output
+
+    child.forward = forward
+    return model(x), shapes[0]
+
+
+def hooked_on_the_model(model, name, x):
+    """Finds out on the model itself when the run is over."""
+    handle = model.register_forward_hook(lambda *given: None)
+    result = BY_ID["00.B"].solution(model, name, x)
+    handle.remove()
+    return result
+
+
+def in_a_default(model, found=[]):  # noqa: B006
+    found += BY_ID["11.C"].solution(model)
+    return found
+
+
+def by_shape(model, strength):
+    params = {param.shape: param for param in model.parameters() if param.requires_grad}
+
+    def hook(grad):
+        return grad + strength * params[grad.shape].detach()
+
+    return [param.register_hook(hook) for param in model.parameters() if param.requires_grad]
+
+
+_LATEST = {}
+
+
+def hangs_the_latest(module, hook):
+    _LATEST["hook"] = hook
+
+    def hang(module, args, output):
+        if output.requires_grad:
+            output.register_hook(_LATEST["hook"])
+
+    return module.register_forward_hook(hang)
+
+
+def asks_the_weight(module, hook):
+    def hang(module, args, output):
+        if output.requires_grad and module.weight.requires_grad:
+            output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def row_norms(tensors):
+    norms = []
+
+    def measure(grads):
+        each = [grad.norm(dim=-1).sum() for grad in grads if grad is not None]
+        norms.append(torch.stack(each).norm().item())
+
+    return norms, torch.autograd.graph.register_multi_grad_hook(tensors, measure)
+
+
+def optimizers_by_name(model, make_optimizer, known={}):  # noqa: B006
+    handles = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            known.setdefault(name, make_optimizer([param]))
+
+            def step(param, name=name):
+                known[name].step()
+                known[name].zero_grad()
+
+            handles.append(param.register_post_accumulate_grad_hook(step))
+    return handles
+
+
+def steps_once(model, make_optimizer):
+    optimizers, handles = {}, {}
+
+    def step(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+        handles[param].remove()
+
+    for param in model.parameters():
+        if param.requires_grad:
+            optimizers[param] = make_optimizer([param])
+            handles[param] = param.register_post_accumulate_grad_hook(step)
+    return list(handles.values())
+
+
+def counts_to_the_latest(model, make_optimizer, count):
+    _LATEST["count"] = count
+    optimizers = {param: make_optimizer([param]) for param in model.parameters() if param.requires_grad}
+    arrived = dict.fromkeys(optimizers, 0)
+
+    def step(param):
+        arrived[param] += 1
+        if arrived[param] % _LATEST["count"] == 0:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+    return [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+
+
+def nothing_for_none(model, x):
+    """Writes an empty tuple for an output that is None."""
+    keep = lambda shapes, name: lambda module, args, output: shapes.update({name: n21._shape(output) or ()})  # noqa: E731
+    return n21._shapes_by_hand(keep)(model, x)
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "reason"),
     [
+        ("00.B", hooked_everywhere, "left_after_error"),
+        ("00.B", hooked_on_the_model, "left_after_error"),
+        ("00.B", never_put_back, "forward_replaced"),
+        ("11.C", in_a_default, "one_model_only"),
+        ("12.B", by_shape, "last_one"),
+        ("13.B", hangs_the_latest, "latest_call"),
+        ("13.B", asks_the_weight, "asks_parameters"),
+        ("15.A", row_norms, "of_matrices"),
+        ("15.B", optimizers_by_name, "nothing_moved"),
+        ("15.B", steps_once, "later_steps"),
+        ("15.C", counts_to_the_latest, "latest_call"),
+        ("21.C", nothing_for_none, "wrong_shape"),
         ("15.B", by_layers(BY_ID["15.B"].solution), "some_moved"),
         ("21.A", normalises_keywords, "keywords_lost"),
         ("22.B", unfreezes(BY_ID["22.B"].solution), "changed_model"),
@@ -1153,6 +1312,32 @@ def test_a_right_answer_that_changes_what_it_was_given_is_refused(exercise, dama
         assert message.kind == "right"
         return
     assert message.kind == "wrong", "a damage was not noticed"
+
+
+class Called:
+    """An answer that is an object, and one that is a method of it."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+    def method(self, *args):
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("dress", [Called, lambda function: Called(function).method, partial])
+@pytest.mark.parametrize("exercise", ["00.B", "12.B", "21.A"])
+def test_an_answer_that_is_no_function_is_watched_too(exercise, dress):
+    solution = BY_ID[exercise].solution
+
+    def damaged(model, *given):
+        model.eval()
+        return solution(model, *given)
+
+    assert check.exercise(exercise, dress(solution)).kind == "right"
+    assert check.exercise(exercise, dress(damaged)).reason == "changed_given"
 
 
 def test_what_the_learner_has_open_is_not_held_against_an_answer():

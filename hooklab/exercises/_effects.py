@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,11 +15,14 @@ MAX_NUMBERS = 1_000_000  # of a tensor whose values are compared
 
 
 def watched(answer: Any, changes: list[tuple[str, str]]) -> Any:
-    """The same function; what its calls change of modules, tensors, lists, dicts and sets is put into `changes`, in words."""
-    if not isinstance(answer, FunctionType):
+    """The same answer; what its calls change of modules, tensors, lists, dicts and sets is put into `changes`, in words.
+
+    A class or a module stays as it is: a check may use more of it than its calls.
+    """
+    if not callable(answer) or isinstance(answer, type | nn.Module):
         return answer
 
-    @functools.wraps(answer)
+    @functools.wraps(answer, updated=())
     def calling(*args: Any, **kwargs: Any) -> Any:
         looks = [look for given in (*args, *kwargs.values()) for look in _looks(given)]
         result = answer(*args, **kwargs)

@@ -51,7 +51,10 @@ __all__ = [
     "refuse",
     "refuse_from_before",
     "refuse_latest_call",
+    "refuse_other_items",
     "refuse_removing_others",
+    "refuse_same_object",
+    "refuse_zero_for_none",
     "said",
     "within",
 ]
@@ -259,6 +262,40 @@ def refuse_latest_call() -> Never:
         zh="调用了两次，给的东西不同；第一次挂上的钩子，用的却是第二次收到的东西。参数存在哪里？全局变量只有一份。",
         en="It was called twice, each time with something else; the hooks of the first call now work with what the second was "
         "given. Where are the arguments kept? There is only one of a global variable.",
+    )
+
+
+def refuse_same_object(first: Any, second: Any) -> None:
+    """Refuse an answer whose two calls, each with something else, returned one list or dict."""
+    if first is second:
+        kind = type(first).__name__
+        refuse(
+            "same_object",
+            zh=f"调用了两次，返回的却是同一个 `{kind}`：后一次往里放的，第一次的调用者也会拿到。每次都要新建一个；"
+            "默认参数只建一次，全局变量也只有一份。",
+            en=f"Two calls returned one and the same `{kind}`: what the later puts there reaches the caller of the first, too. "
+            "Make a new one each time; a default argument is made only once, and there is only one of a global variable.",
+        )
+
+
+def refuse_other_items(handles: Iterable[Any]) -> None:
+    """Refuse a list or a tuple of handles in which something else is found; a list has a `remove` of its own."""
+    for number, one in enumerate(handles, start=1):
+        if isinstance(one, list | set) or not callable(getattr(one, "remove", None)):
+            refuse(
+                "other_items",
+                zh=f"列表里应当是句柄，第 {number} 项却是 `{type(one).__name__}`。",
+                en=f"The list should hold handles; item {number} is of the type `{type(one).__name__}`.",
+            )
+
+
+def refuse_zero_for_none() -> Never:
+    """Refuse an answer that does nothing where the gradient is exactly zero."""
+    refuse(
+        "zero_for_none",
+        zh="有一次到来的梯度恰好全是 0，你的代码却当它没有来。“梯度是零”和“没有梯度”（`None`）是两回事。",
+        en="Once the gradient that came was exactly zero, and your code took it for none. 'The gradient is zero' and "
+        "'there is no gradient' (`None`) are two different things.",
     )
 
 

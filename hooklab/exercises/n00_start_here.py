@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks
 
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.census import hooks_on
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, said
 
 # ---- 00.A: a hook that halves the gradient ----
 
@@ -87,7 +87,6 @@ class _Net(nn.Module):
 
 
 def examine_peek(answer):
-    hung_everywhere = dict(_global_forward_hooks)
     for name, shape in (("inner", (4, 5)), ("head", (4, 2))):
         model, x, calls = _Net(), torch.randn(4, 3), []
         want = model(x)
@@ -95,8 +94,10 @@ def examine_peek(answer):
             part.register_forward_hook(lambda *args, calls=calls: calls.append("ours"))
         model.zero_grad()
         want.sum().backward(retain_graph=True)  # gradients that must stay
+        before = hooks_on(model)
         _examine_run(answer(model, name, x), calls, want, model, name, shape)
-        _examine_traces(answer, model, name, hung_everywhere)
+        _examine_traces(model, before)
+        _examine_failing(answer, name)
     deep = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Linear(5, 2))
     try:
         shape = answer(deep, "0.0", torch.ones(4, 3))[1]
@@ -112,7 +113,7 @@ def examine_peek(answer):
 
 
 def _examine_run(got, calls, want, model, name, inside):
-    if not (isinstance(got, tuple) and len(got) == 2):
+    if not (isinstance(got, tuple | list) and len(got) == 2):
         refuse(
             "not_a_pair",
             zh=f"应当返回一对值 `(output, shape)`，得到的是 `{type(got).__name__}`。",
@@ -149,48 +150,63 @@ def _examine_run(got, calls, want, model, name, inside):
         )
 
 
-def _others(part):
-    return part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-
-
-def _examine_traces(answer, model, name, hung_everywhere):
-    ours = (model, model.get_submodule(name))  # one hook of ours on each
-    hooks = [len(part._forward_hooks) for part in ours]
-    if (
-        max(hooks) > 1
-        or any(part._forward_hooks for part in model.children() if part not in ours)
-        or any(_others(part) for part in (model, *model.children()))
-        or _global_forward_hooks != hung_everywhere
-    ):
+def _examine_traces(model, before):
+    after = hooks_on(model)
+    if any(hook not in before for hook in after):
         refuse(
             "left_behind",
             zh="函数返回以后，钩子还挂着，以后每一步都会再触发。注册函数返回的句柄就是用来取下它的。",
             en="The hook is still there after the function has returned, and fires in every later step. The handle "
             "that the registration returns is there to take it off.",
         )
-    if min(hooks) < 1:
+    if any(hook not in after for hook in before):
         refuse(
             "removed_others",
             zh="原有的、不归你管的钩子也被取下了。请只取下你自己挂的那一个。",
             en="A hook that was there before, and is not yours, is gone too. Take off only the one that you hung.",
         )
-    failing = _Net(fails=True)
+    _examine_forward(model)
+
+
+def _examine_forward(model):
+    for name, part in model.named_modules():
+        if part.forward != type(part).forward.__get__(part):
+            place = f"{name}.forward" if name else "forward"
+            refuse(
+                "forward_replaced",
+                zh=f"运行结束以后，模型的 `{place}` 还是你换上的那个函数。用完要换回去，模型出错时也一样；或者用钩子。",
+                en=f"When the run is over, `{place}` of the model is still the function that you put there. Put the old one back, "
+                "also when the model fails; or use a hook.",
+            )
+
+
+def _examine_failing(answer, name):
+    model, raised = _Net(fails=True), None
+    before = hooks_on(model)
     try:
-        answer(failing, "inner", torch.ones(1, 3))
-    except ValueError:
-        pass
-    else:
-        refuse(
-            "hid_the_error",
-            zh="模型前向时抛出的异常被吞掉了；调用者应当能看到它。",
-            en="The model raised in its forward, and the error was swallowed; the caller should see it.",
-        )
-    if failing.inner._forward_hooks:
+        answer(model, name, torch.ones(1, 3))
+    except Exception as error:
+        raised = error
+    if any(hook not in before for hook in hooks_on(model)):
         refuse(
             "left_after_error",
             zh="前向中途出错时，取下钩子的那一行没有执行到。想想 Python 里怎样保证“无论如何都要执行”。",
             en="When the forward fails, the line that takes the hook off is never reached. How does Python run "
             "something 'in any case'?",
+        )
+    _examine_forward(model)
+    if raised is None:
+        refuse(
+            "hid_the_error",
+            zh="模型前向时抛出的异常被吞掉了；调用者应当能看到它。",
+            en="The model raised in its forward, and the error was swallowed; the caller should see it.",
+        )
+    if not isinstance(raised, ValueError):
+        refuse(
+            "another_error",
+            zh=f"模型前向时抛出的是 `ValueError`，`name` 是 `{name}`；调用者收到的却是 `{said(raised)}`。模型出错以后，你的代码还运行了哪几行？",
+            en=f"The model raised `ValueError` in its forward, `name` was `{name}`, and the caller got `{said(raised)}`. Which lines of "
+            "yours still run after the model has failed?",
         )
 
 
@@ -209,6 +225,33 @@ def left_after_error(model, name, x):
     output = model(x)
     handle.remove()
     return output, shapes[0]
+
+
+def forward_replaced(model, name, x):
+    shapes, child = [], model.get_submodule(name)
+    run = child.forward
+
+    def forward(*args):
+        output = run(*args)
+        shapes.append(tuple(output.shape))
+        return output
+
+    child.forward = forward
+    output = model(x)
+    child.forward = run
+    return output, shapes[0]
+
+
+def another_error(model, name, x):
+    shapes = []
+    child = model.get_submodule(name)
+    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    try:
+        output = model(x)
+    finally:
+        handle.remove()
+        shape = shapes[0]
+    return output, shape
 
 
 def removed_others(model, name, x):
@@ -264,6 +307,8 @@ PEEK = Exercise(
         "changed_given": lambda model, name, x: peek(model.eval(), name, x),
         "left_behind": left_behind,
         "left_after_error": left_after_error,
+        "forward_replaced": forward_replaced,
+        "another_error": another_error,
         "removed_others": removed_others,
         "raised": returned_the_shape,
         "wrong_call_count": called_forward,

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_zero_for_none
 
 # ---- 11.A: the gradient of any tensor, without touching a .grad ----
 
@@ -125,8 +125,11 @@ def record(tensor):
     return gradients
 
 
+FACTORS = (3.0, 0.0, 5.0)
+
+
 def examine_record(answer):
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     y = x * 2
     gradients = answer(y)
     if not isinstance(gradients, list):
@@ -142,8 +145,8 @@ def examine_record(answer):
             en="Every call of `record` should return a new, empty list; this one already holds something, or is the one "
             "from the last call.",
         )
-    (y * 3).sum().backward(retain_graph=True)
-    (y * 5).sum().backward()
+    for factor in FACTORS:
+        (y * factor).sum().backward(retain_graph=True)
     _examine_recorded(gradients)
     if x.grad.tolist() != [16.0, 16.0]:
         refuse(
@@ -152,6 +155,7 @@ def examine_record(answer):
             en=f"Recording has changed the gradient: `x.grad` should be `[16.0, 16.0]`, it is `{x.grad.tolist()}`. "
             "Whatever a hook returns, other than `None`, replaces the gradient; so does an edit in place.",
         )
+    _examine_leaf(answer)
     _examine_copy(answer)
     _examine_freed(answer)
 
@@ -160,8 +164,8 @@ def _examine_recorded(gradients):
     if not gradients:
         refuse(
             "nothing_recorded",
-            zh="反向传播跑了两遍，你返回的那个列表还是空的。钩子还挂着吗？它往里追加的，是不是你返回的那同一个列表？",
-            en="Backward ran twice and the list you returned is empty. Is the hook still on the tensor? Does it add to "
+            zh="反向传播跑了 3 遍，你返回的那个列表还是空的。钩子还挂着吗？它往里追加的，是不是你返回的那同一个列表？",
+            en="Backward ran 3 times and the list you returned is empty. Is the hook still on the tensor? Does it add to "
             "that very list, or to a new one?",
         )
     if gradients[0] is None:
@@ -171,14 +175,32 @@ def _examine_recorded(gradients):
             en="What was recorded is `None`. When the hook fires the gradient is still on its way and `.grad` is empty; "
             "record the argument that the hook is given.",
         )
-    if len(gradients) != 2:
+    if len(gradients) == 2 and all(isinstance(found, Tensor) and found.any() for found in gradients):
+        refuse_zero_for_none()
+    if len(gradients) != len(FACTORS):
         refuse(
             "only_last",
-            zh=f"反向传播跑了两遍，应当有 2 项，列表里却有 {len(gradients)} 项。",
-            en=f"Backward ran twice and should leave 2 entries, but the list has {len(gradients)}.",
+            zh=f"反向传播跑了 3 遍，应当有 3 项，列表里却有 {len(gradients)} 项。",
+            en=f"Backward ran 3 times and should leave 3 entries, but the list has {len(gradients)}.",
         )
-    for found, factor in zip(gradients, (3.0, 5.0), strict=True):
-        expect_like(found, torch.full((2,), factor), "记下的每个梯度", "each recorded gradient")
+    for found, factor in zip(gradients, FACTORS, strict=True):
+        want = torch.full((2,), factor, dtype=torch.float64)
+        expect_like(found, want, "记下的每个梯度", "each recorded gradient")
+
+
+def _examine_leaf(answer):
+    leaf = torch.ones(2, requires_grad=True)
+    gradients = answer(leaf)
+    for factor in (3, 5):
+        (leaf * factor).sum().backward()
+    found = [grad.tolist() if isinstance(grad, Tensor) else grad for grad in gradients]
+    if found != [[3.0, 3.0], [5.0, 5.0]]:
+        refuse(
+            "leaf",
+            zh=f"中间张量对了，`tensor` 是叶子时却不对：反向两遍，应当记下 `[[3.0, 3.0], [5.0, 5.0]]`，得到的是 `{found}`。流过叶子的梯度也要记。",
+            en=f"Right for a tensor in the middle, wrong where `tensor` is a leaf: two backwards should leave "
+            f"`[[3.0, 3.0], [5.0, 5.0]]`; found `{found}`. What passes through a leaf counts as well.",
+        )
 
 
 def _examine_copy(answer):
@@ -275,6 +297,22 @@ def never_freed(tensor):
     return gradients
 
 
+def middle_only(tensor):
+    return record(tensor) if not tensor.is_leaf else []
+
+
+def zeros_left_out(tensor):
+    gradients = []
+    tensor.register_hook(lambda grad: gradients.append(grad.clone()) if grad.any() else None)
+    return gradients
+
+
+def record_float32(tensor):
+    gradients = []
+    tensor.register_hook(lambda grad: gradients.append(grad.clone().float()))
+    return gradients
+
+
 def record_numbers(tensor):
     gradients = []
     tensor.register_hook(lambda grad: gradients.append(grad.tolist()))
@@ -290,6 +328,9 @@ RECORD = Exercise(
         "only_last": only_last,
         "shared_list": shared_list,
         "wrong_type": record_numbers,
+        "wrong_dtype": record_float32,
+        "leaf": middle_only,
+        "zero_for_none": zeros_left_out,
         "read_dot_grad": read_dot_grad,
         "changed": changed,
         "not_a_copy": not_a_copy,
@@ -332,12 +373,13 @@ def examine_without_gradient(answer):
         )
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other[0](torch.randn(4, 2)).sum().backward()
-    if sorted(answer(other)) != ["1.bias", "1.weight"]:
+    found = answer(other)
+    if sorted(found) != ["1.bias", "1.weight"]:
         refuse(
             "one_model_only",
-            zh="换一个模型就不对了：第二层没有用到的 `Sequential`，应当得到 `['1.weight', '1.bias']`。",
+            zh=f"换一个模型就不对了：第二层没有用到的 `Sequential`，应当得到 `['1.weight', '1.bias']`，得到的是 `{list(found)}`。里面若有上一个模型的名字：默认参数 `=[]` 只建一次。",
             en="It fails for another model: of a `Sequential` whose second layer is not used, `['1.weight', '1.bias']` "
-            "is wanted.",
+            f"is wanted; found `{list(found)}`. Names of an earlier model in it? A default argument `=[]` is made only once.",
         )
 
 

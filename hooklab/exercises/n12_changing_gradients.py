@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from hooklab.exercises.check import (
     Exercise,
@@ -11,7 +12,9 @@ from hooklab.exercises.check import (
     expect_like,
     refuse,
     refuse_latest_call,
+    refuse_other_items,
     refuse_removing_others,
+    refuse_same_object,
 )
 
 # ---- 12.A: a hook maker that caps the norm of the gradient ----
@@ -228,12 +231,13 @@ def examine_decay(answer):
             en="A parameter was frozen, with `requires_grad` `False`; now it is `True` and the parameter will train. Leave such "
             "parameters out.",
         )
-    if not isinstance(handles, list | tuple) or not all(hasattr(handle, "remove") for handle in handles):
+    if not isinstance(handles, list | tuple):
         refuse(
             "no_handles",
             zh=f"应当返回句柄的列表，好让别人取下这些钩子；得到的是 `{type(handles).__name__}`。",
             en=f"Return a list of handles, so that the hooks can be taken off; found `{type(handles).__name__}`.",
         )
+    refuse_other_items(handles)
     if not handles:
         refuse(
             "no_hooks",
@@ -280,8 +284,7 @@ def examine_decay(answer):
 
 def _examine_two_models(answer):
     models, strengths, x = (_Sum(), _Sum()), (0.5, 2.0), torch.tensor([10.0, 20.0])
-    for model, strength in zip(models, strengths, strict=True):
-        answer(model, strength)
+    refuse_same_object(*[answer(model, strength) for model, strength in zip(models, strengths, strict=True)])
     for model, strength in zip(models, strengths, strict=True):
         want = {name: x + strength * param.detach() for name, param in model.named_parameters()}
         if not all(torch.allclose(grad, want[name]) for name, grad in _gradients(model, x).items()):
@@ -321,9 +324,9 @@ def _examine_decayed(model, plain, found, strength, values):
     if all(torch.allclose(share, want["child.bias"]) for share in added.values()):
         refuse(
             "last_one",
-            zh="每个参数加上的，都是 `strength` 乘以最后那个参数。循环变量要到钩子触发时才去读，那时循环早就结束了。",
-            en="Every parameter has `strength` times the last parameter added. A loop variable is read when the hook "
-            "fires, and by then the loop is over.",
+            zh="每个参数加上的，都是 `strength` 乘以最后那个参数。多半是循环变量：它要到钩子触发时才去读，那时循环早就结束了；也可能是几个参数共用了一个键。",
+            en="Every parameter has `strength` times the last parameter added. Most likely a loop variable: it is read when the hook "
+            "fires, and by then the loop is over. Or several parameters share one key.",
         )
     missed = [name for name in added if not added[name].any()]
     if missed:
@@ -346,7 +349,15 @@ def _examine_decayed(model, plain, found, strength, values):
 def _examine_neighbours(answer):
     model = _Sum()
     answer(model, 0.5)
-    found = _gradients(model, torch.tensor([10.0, 20.0]))
+    x = torch.tensor([10.0, 20.0])
+    found = _gradients(model, x)
+    if all(torch.equal(grad, x) for grad in found.values()):
+        refuse(
+            "asks_for_grad",
+            zh="换一个还没有反向过的模型，就什么也没有加上：`.grad` 都还是 `None`。挂不挂钩子，看的是 `requires_grad`。",
+            en="On a model that has not been through backward yet nothing was added: every `.grad` is still `None`. Whether to hang "
+            "a hook depends on `requires_grad`.",
+        )
     if not (torch.allclose(found["left"], torch.tensor([10.5, 20.5]))
             and torch.allclose(found["right"], torch.tensor([11.0, 21.0]))):  # fmt: skip
         refuse(
@@ -437,6 +448,19 @@ def decay_once(model, strength):
     return _hang(model, make_hook)
 
 
+def decay_where_grad(model, strength):
+    return [
+        param.register_hook(lambda grad, param=param: grad + strength * param.detach())
+        for param in model.parameters()
+        if param.requires_grad and param.grad is not None
+    ]
+
+
+def decay_into_one_list(model, strength, handles=[]):  # noqa: B006
+    handles += decay(model, strength)
+    return handles
+
+
 def decay_by_the_latest(model, strength):
     _LATEST["strength"] = strength
     return _hang(model, lambda param: lambda grad: grad + _LATEST["strength"] * param.detach())
@@ -452,6 +476,9 @@ DECAY = Exercise(
         "changed_in_backward": decay_in_data,
         "first_only": decay_once,
         "no_handles": lambda model, strength: decay(model, strength) and None,
+        "other_items": lambda model, strength: list(enumerate(decay(model, strength))),
+        "same_object": decay_into_one_list,
+        "asks_for_grad": decay_where_grad,
         "no_hooks": lambda model, strength: [] if decay(model, strength) else None,
         "nothing_added": decay_without_return,
         "replaced": lambda model, strength: _hang(
@@ -496,7 +523,15 @@ def examine_freeze_rows(answer):
         answer(weight, list(rows))
     for weight, rows in zip(weights, frozen, strict=True):
         weight.sum().backward()
-        if [row for row in range(4) if not weight.grad[row].any()] != rows:
+        zeros = [row for row in range(4) if not weight.grad[row].any()]
+        if not zeros:
+            refuse(
+                "gone_with_handle",
+                zh="换一个 `weight`，返回的句柄不留着，那几行就还有梯度：句柄没有人留着，钩子就没了。",
+                en="With another `weight`, and the handle not kept, the rows still had a gradient: where nobody keeps the handle, "
+                "the hook is gone.",
+            )
+        if zeros != rows:
             refuse_latest_call()
     weight = nn.Parameter(torch.ones(4, 2))
     refuse_removing_others(weight.register_hook, lambda: answer(weight, [1]))
@@ -719,6 +754,25 @@ class _Cleared:
         self.weight._backward_hooks.clear()
 
 
+class _Holding:
+    """A handle that alone keeps the Node which has the hook."""
+
+    def __init__(self, node, hook):
+        self.node, self.handle = node, node.register_prehook(hook)
+
+    def remove(self):
+        self.handle.remove()
+
+
+def freeze_on_the_node(weight, rows):
+    def hook(grads):
+        grad = grads[0].clone()
+        grad[rows] = 0
+        return (grad,)
+
+    return _Holding(get_gradient_edge(weight).node, hook)
+
+
 def freeze_and_empty(weight, rows):
     keep = torch.ones(len(weight), 1)
     while rows:
@@ -748,6 +802,7 @@ FREEZE_ROWS = Exercise(
         "returned_nothing": freeze_without_return,
         "wrong_values": freeze_rescaled,
         "not_removable": freeze_twice,
+        "gone_with_handle": freeze_on_the_node,
         "latest_call": freeze_the_latest,
     },
     zh="只有那几行不再更新，别人的梯度分毫未动，句柄一取下就解冻。",

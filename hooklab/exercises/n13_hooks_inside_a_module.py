@@ -7,7 +7,15 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_removing_others
+from hooklab.exercises.check import (
+    Exercise,
+    Prediction,
+    expect_like,
+    refuse,
+    refuse_latest_call,
+    refuse_removing_others,
+    refuse_zero_for_none,
+)
 
 # ---- 13.A: for use inside forward: values as they are, no negative gradient ----
 
@@ -43,6 +51,8 @@ def examine_no_negative(answer):
     _examine_neighbour(answer)
     _examine_passed(-leaf.grad)
     _examine_two_uses(answer)
+    _examine_two_backwards(answer)
+    _examine_one_half(answer)
     _examine_without_grad(answer)
     _examine_freed(answer)
 
@@ -100,6 +110,35 @@ def _examine_two_uses(answer):
                 en="Used 2 times in one forward, it still lets negative entries pass in one place: the later call has touched the hook of "
                 "the earlier one.",
             )
+
+
+def _examine_two_backwards(answer):
+    leaf = torch.ones(3, requires_grad=True)
+    loss = (answer(leaf * 1) * WEIGHT).sum()
+    for _ in range(2):
+        leaf.grad = None
+        loss.backward(retain_graph=True)
+    if not torch.equal(leaf.grad, WEIGHT.clamp(min=0)):
+        refuse(
+            "first_only",
+            zh="前向一次，用 `retain_graph=True` 反向两次：第一次对了，第二次的负数还在。钩子还挂着吗？",
+            en="One forward, two backwards with `retain_graph=True`: right in the first, negative entries in the second. Is the hook "
+            "still there?",
+        )
+
+
+def _examine_one_half(answer):
+    """The Node of `chunk` has two outputs."""
+    leaf = torch.ones(6, requires_grad=True)
+    first, second = (leaf * 1).chunk(2)
+    ((answer(first) + second) * WEIGHT).sum().backward()
+    if not torch.equal(leaf.grad[3:], WEIGHT):
+        refuse(
+            "whole_node",
+            zh="`x` 是 `chunk` 的一半时，另一半的梯度也被改了：这个 Node 有两个输出，你的钩子管的是它，不是 `x`。",
+            en="Where `x` is one half of a `chunk`, the gradient of the other half changed as well: the Node has two outputs, and "
+            "your hook belongs to the Node, not to `x`.",
+        )
 
 
 def _examine_neighbour(answer):
@@ -236,6 +275,18 @@ def never_freed(x):
     return x
 
 
+def first_only(x):
+    if x.requires_grad:
+        handle = x.register_hook(lambda grad: (handle.remove(), grad.clamp(min=0))[1])
+    return x
+
+
+def whole_node(x):
+    if x.requires_grad:
+        x.grad_fn.register_prehook(lambda grads: tuple(grad.clamp(min=0) for grad in grads))
+    return x
+
+
 _HANDLES: list = []
 
 
@@ -265,6 +316,8 @@ NO_NEGATIVE = Exercise(
         "masked_by_values": masked_by_values,
         "wrong_values": wrong_side,
         "latest_only": latest_only,
+        "first_only": first_only,
+        "whole_node": whole_node,
         "never_freed": never_freed,
     },
     zh="训练时管住梯度，验证时不碍事，可以放心写进 `forward`。",
@@ -297,12 +350,14 @@ def examine_hook_output(answer):
     output = _outcome(lambda: layer(first))
     _examine_silent(seen)
     _examine_output(output, plain)
+    _examine_two_modules(answer)
     _examine_editable(answer)
     (output * 3).sum().backward()
     layer.zero_grad()
     (layer(second) * 3).sum().backward()
     _examine_calls(seen, layer)
     _examine_two_forwards(answer)
+    _examine_input_alone(answer)
     _examine_eval(answer)
     _examine_quiet(layer, first.detach())
     handle.remove()
@@ -371,6 +426,18 @@ def _examine_output(output, plain):
         )
 
 
+def _examine_two_modules(answer):
+    """Of the two only the first one runs."""
+    layers, calls = [nn.Linear(3, 2) for _ in range(2)], []
+    hooks = [lambda *args, number=number: calls.append(number) for number in range(2)]
+    handles = [answer(layer, hook) for layer, hook in zip(layers, hooks, strict=True)]
+    layers[0](torch.randn(4, 3, requires_grad=True)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    if calls == [1]:
+        refuse_latest_call()
+
+
 def _examine_editable(answer):
     layer, calls = nn.Linear(3, 2), []
     handle = answer(layer, lambda *args: calls.append(args))
@@ -437,6 +504,13 @@ def _examine_two_forwards(answer):
     handle = answer(layer, lambda grad: calls.append(1))
     (layer(torch.ones(1, 3)) + layer(torch.ones(1, 3))).sum().backward()
     handle.remove()
+    if not calls:
+        refuse(
+            "asks_input",
+            zh="输入不需要梯度、参数需要梯度时，`hook` 一次也没有被调用。要问的是输出自己，不是输入。",
+            en="Where the input requires no gradient and the parameters do, `hook` was never called. The output itself is the one to "
+            "ask, not the input.",
+        )
     if len(calls) != 2:
         refuse(
             "last_forward_only",
@@ -450,6 +524,30 @@ def _examine_two_forwards(answer):
             zh="`hook` 返回 `None` 时，梯度应当照旧；现在前面的参数收不到正确的梯度了。",
             en="Where `hook` returns `None` the gradient should stay as it was; now the parameters before do not get the right one.",
         )
+
+
+def _examine_input_alone(answer):
+    """The input requires a gradient, no parameter does; the second module has modules inside."""
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    for module in (frozen, nn.Sequential(frozen, nn.ReLU())):
+        calls = []
+        handle = answer(module, lambda grad, calls=calls: calls.append(1))
+        module(torch.ones(1, 3, requires_grad=True)).sum().backward()
+        handle.remove()
+        if not calls:
+            refuse(
+                "asks_parameters",
+                zh="输入需要梯度、参数都冻结时，`hook` 一次也没有被调用。要问的是输出自己，不是参数。",
+                en="Where the input requires a gradient and all parameters are frozen, `hook` was never called. The output itself is "
+                "the one to ask, not the parameters.",
+            )
+        if len(calls) > 1:
+            refuse(
+                "everywhere",
+                zh=f"`module` 里面还有两个模块，前向和反向各跑一次，`hook` 被调用了 {len(calls)} 次，应当 1 次。只挂在 `module` 自己的输出上。",
+                en=f"`module` has two modules inside; in one forward and one backward `hook` was called {len(calls)} times instead of 1. "
+                "It belongs on the output of `module` itself.",
+            )
 
 
 def _examine_eval(answer):
@@ -631,6 +729,36 @@ def in_training_only(module, hook):
     return module.register_forward_hook(hang)
 
 
+def asks_input(module, hook):
+    def hang(module, args, output):
+        if args[0].requires_grad:
+            output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def asks_parameters(module, hook):
+    def hang(module, args, output):
+        if output.requires_grad and any(param.requires_grad for param in module.parameters()):
+            output.register_hook(hook)
+
+    return module.register_forward_hook(hang)
+
+
+def everywhere(module, hook):
+    for part in reversed(list(module.modules())):
+        handle = hook_output(part, hook)
+    return handle
+
+
+_LATEST = {}
+
+
+def hook_of_the_latest(module, hook):
+    _LATEST["hook"] = hook
+    return hook_output(module, lambda grad: _LATEST["hook"](grad))
+
+
 class _Cleared:
     """A handle that takes off whatever is there."""
 
@@ -673,6 +801,10 @@ HOOK_OUTPUT = Exercise(
         "other_gradient": other_gradient,
         "value_dropped": value_dropped,
         "last_forward_only": last_forward_only,
+        "asks_input": asks_input,
+        "asks_parameters": asks_parameters,
+        "everywhere": everywhere,
+        "latest_call": hook_of_the_latest,
         "none_replaces": none_replaces,
         "still_there": still_there,
         "full_backward_hook": full_backward_hook,
@@ -735,6 +867,11 @@ def examine_arrival_order(answer):
             en="One layer is frozen, so that its output requires no gradient and takes no hook: your function raises there.",
         )
     _examine_order(order, ["head", "relu", "body"], mixed)
+    muted = nn.Sequential(nn.Linear(2, 3), nn.Threshold(1e9, 0.0), nn.Linear(3, 1))
+    order = _order(answer, muted)
+    if [*order] == ["2", "1"]:  # the gradient that arrives at "0" is zero
+        refuse_zero_for_none()
+    _examine_order(order, ["2", "1", "0"], muted)
 
 
 def _order(answer, model):
@@ -897,6 +1034,21 @@ def in_forward(model, x):
     order, handles = [], []
     for name, child in model.named_children():
         handles.append(child.register_forward_hook(lambda *args, name=name: order.append(name)))
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+def zeros_left_out(model, x):
+    order, handles = [], []
+    for name, child in model.named_children():
+
+        def hang(module, args, output, name=name):
+            if output.requires_grad:
+                output.register_hook(lambda grad: order.append(name) if grad.any() else None)
+
+        handles.append(child.register_forward_hook(hang))
     model(x).sum().backward()
     for handle in handles:
         handle.remove()
@@ -1083,6 +1235,7 @@ ARRIVAL_ORDER = Exercise(
         "repeated": repeated,
         "switched_on": arrivals_switched_on,
         "on_inputs": arrivals_at_inputs,
+        "zero_for_none": zeros_left_out,
         "replaced_output": handle_for_output,
     },
     zh="次序是记下来的，不是推出来的：声明的先后、没有用到的分支、原地的 ReLU 都骗不了它。",

@@ -1,6 +1,8 @@
 """Checks of notebook 14: which hooks fire, and in what order."""
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from contextlib import suppress
 
@@ -9,7 +11,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from hooklab.census import HookLeak, hooks_on, no_leftovers
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import (
+    Exercise,
+    Prediction,
+    refuse,
+    refuse_same_object,
+    refuse_zero_for_none,
+)
 
 # ---- 14.A: a hook that fires once and takes itself off ----
 
@@ -98,6 +106,7 @@ def examine_on_first_gradient(answer):
     _examine_apart(answer)
     _examine_two_functions(answer)
     _examine_none(answer)
+    _examine_zero(answer)
     z, seen[:] = x * 2, []
     answer(z, function)
     torch.autograd.grad((z * 3).sum(), z)
@@ -190,6 +199,24 @@ def _examine_none(answer):
             en="When the other half of a `chunk` went through backward first, `tensor` had no gradient and the hook received `None` "
             "(11): that is not the first one; wait on.",
         )
+
+
+def _examine_zero(answer):
+    tensor, seen = torch.ones(2, requires_grad=True) * 2, []
+    answer(tensor, lambda grad: seen.append(grad.tolist()))
+    for factor in (0, 1):
+        (tensor * factor).sum().backward(retain_graph=True)
+    if seen == [[1.0, 1.0]]:
+        refuse_zero_for_none()
+
+
+def zero_for_none(tensor, function):
+    def hook(grad):
+        if grad is not None and grad.any():
+            handle.remove()
+            function(grad)
+
+    handle = tensor.register_hook(hook)
 
 
 def counts_none(tensor, function):
@@ -316,6 +343,7 @@ ON_FIRST_GRADIENT = Exercise(
         "shared": one_handle_for_all,
         "one_per_tensor": once_per_id,
         "counted_none": counts_none,
+        "zero_for_none": zero_for_none,
         "asks_for_grad": asks_for_grad,
     },
     zh="触发一次，取下自己，不动梯度。",
@@ -358,7 +386,7 @@ def _swaps(net):
 
 
 def _expect_places(got):
-    if not isinstance(got, list):
+    if not isinstance(got, list | tuple):
         refuse(
             "not_a_list",
             zh=f"应当返回一个列表，得到的是 `{type(got).__name__}`。什么也没留下时，也要返回列表。",
@@ -433,7 +461,7 @@ def examine_left_by(answer):
             en=f"Two hooks were left at `1` and one at `2.weight`, and each has an entry; found `{got}`.",
         )
     got = answer(_swaps, _net())
-    if got != ["1"]:
+    if [*got] != ["1"]:
         refuse(
             "by_number",
             zh=f"`function` 在 `1` 上取下一个原有的钩子，又挂上一个新的：个数没变，钩子换了，应得到 `['1']`；得到的却是 `{got}`。",
@@ -574,11 +602,17 @@ def _recorded(answer, tensor, loss):
                 zh=f"列表里应当是张量，得到的是 `{type(item).__name__}`。",
                 en=f"The list should hold tensors; found `{type(item).__name__}`.",
             )
+        if isinstance(item, torch.Tensor) and item.dtype != tensor.dtype:
+            refuse(
+                "wrong_dtype",
+                zh=f"`tensor` 的数据类型是 `{tensor.dtype}`，记下的却是 `{item.dtype}`：副本应当和原来的一样。",
+                en=f"`tensor` has the dtype `{tensor.dtype}`, what you noted has `{item.dtype}`: a copy is as the original.",
+            )
     return [grad.tolist() if isinstance(grad, torch.Tensor) else grad for grad in got]
 
 
 def examine_final_gradient(answer):
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     y = x * 2
     got = _recorded(answer, y, (y * 3).sum())
     _expect_final(got, "中间张量", "a tensor in the middle", after_node=62.0)
@@ -588,6 +622,7 @@ def examine_final_gradient(answer):
             zh="值记对了，但流到 `x` 的梯度被改动了。看看你的钩子返回了什么。",
             en="The values are right, but the gradient that reaches `x` was changed. See what your hook returns.",
         )
+    _examine_two_tensors(answer)
 
     leaf = torch.ones(2, requires_grad=True)
     loss = (leaf * 3).sum()
@@ -637,6 +672,41 @@ def examine_final_gradient(answer):
             zh="记下的值后来变了：前一个张量的钩子原地改了梯度，你存的和它是同一块内存。要存副本。",
             en="What you noted changed later: a hook on the tensor before edited the gradient in place, and yours shares that "
             "memory. Store a copy.",
+        )
+
+    _examine_zero_and_freed(answer)
+
+
+def _examine_two_tensors(answer):
+    first, second = (torch.ones(2, requires_grad=True) * 2 for _ in range(2))
+    lists = [answer(first), answer(second)]
+    refuse_same_object(*lists)
+    for factor, tensor in enumerate((first, second), start=3):
+        (tensor * factor).sum().backward()
+    found = [[grad.tolist() for grad in grads] for grads in lists]
+    if found != [[[3.0, 3.0]], [[4.0, 4.0]]]:
+        refuse(
+            "shared",
+            zh=f"两个张量，各有各的列表，应当记下 `[[3.0, 3.0]]` 和 `[[4.0, 4.0]]`，得到的是 `{found[0]}` 和 `{found[1]}`：你的几次调用共用了同一个变量。",
+            en=f"Two tensors, each with a list of its own: `[[3.0, 3.0]]` and `[[4.0, 4.0]]` are wanted; found `{found[0]}` and "
+            f"`{found[1]}`. Your calls share one variable.",
+        )
+
+
+def _examine_zero_and_freed(answer):
+    tensor = torch.ones(2, requires_grad=True) * 2
+    got, alive = answer(tensor), weakref.ref(tensor)
+    (tensor * 0).sum().backward()
+    if not got:
+        refuse_zero_for_none()
+    del tensor
+    gc.collect()
+    if alive() is not None:
+        refuse(
+            "never_freed",
+            zh="`tensor` 用完之后没有被释放：有东西还引用着它，多半是钩子自己。这样的循环连 `gc.collect()` 也回收不了。",
+            en="`tensor` is not freed after use: something still refers to it, most likely the hook itself. Not even "
+            "`gc.collect()` breaks such a circle.",
         )
 
 
@@ -742,6 +812,38 @@ def shares_memory(tensor):
     return seen
 
 
+def _noted(tensor, note):
+    """A right answer but for `note(grad, seen)`."""
+    seen = []
+    edge = get_gradient_edge(tensor)
+    number = edge.output_nr
+    edge.node.register_prehook(lambda grads: note(grads[number], seen) if grads[number] is not None else None)
+    return seen
+
+
+def zeros_left_out(tensor):
+    return _noted(tensor, lambda grad, seen: seen.append(grad.clone()) if grad.any() else None)
+
+
+def never_freed(tensor):
+    return _noted(tensor, lambda grad, seen: seen.append(grad.clone().view_as(tensor)))
+
+
+_LATEST = {}
+
+
+def final_in_the_latest(tensor):
+    _LATEST["seen"] = []
+    _noted(tensor, lambda grad, seen: _LATEST["seen"].append(grad.clone()))
+    return _LATEST["seen"]
+
+
+def final_in_one_list(tensor, seen=[]):  # noqa: B006
+    seen.clear()
+    _noted(tensor, lambda grad, own: seen.append(grad.clone()))
+    return seen
+
+
 def copies_none(tensor):
     seen = []
     edge = get_gradient_edge(tensor)
@@ -778,6 +880,11 @@ FINAL_GRADIENT = Exercise(
         ),
         "none_is_no_gradient": copies_none,
         "shares_memory": shares_memory,
+        "wrong_dtype": lambda tensor: _noted(tensor, lambda grad, seen: seen.append(grad.clone().float())),
+        "zero_for_none": zeros_left_out,
+        "never_freed": never_freed,
+        "shared": final_in_the_latest,
+        "same_object": final_in_one_list,
     },
     zh="叶子、中间张量、多个输出中的一个，记下的都是最终的梯度。",
     en="For a leaf, a tensor in the middle and one output of several, what is noted is the final gradient.",

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from hooklab.exercises.check import Exercise, Prediction, refuse, refuse_latest_call
+from hooklab.exercises.check import (
+    Exercise,
+    Prediction,
+    refuse,
+    refuse_latest_call,
+    refuse_other_items,
+    refuse_same_object,
+)
 
 # ---- 15.A: the global norm of a group, once per backward ----
 
@@ -68,7 +75,7 @@ def examine_record_norms(answer):
 
 
 def _backward(tensors, grads):
-    loss = sum((tensor * torch.tensor(grad)).sum() for tensor, grad in zip(tensors, grads, strict=True))
+    loss = sum((tensor * torch.as_tensor(grad)).sum() for tensor, grad in zip(tensors, grads, strict=True))
     loss.backward()
 
 
@@ -210,19 +217,31 @@ def _examine_three(norms):
 
 
 def _examine_middle(answer, earlier):
-    # Rows, which `torch.cat` alone cannot join.
-    middle = [torch.ones(1, len(grad), requires_grad=True) * 2 for grad in GRADS]
+    # Matrices, which `torch.cat` alone cannot join.
+    grads = [torch.tensor(GRADS[:1]), torch.tensor(GRADS[1:2]), torch.tensor([[8.0, 16.0], [4.0, 2.0]])]
+    middle = [torch.ones_like(grad, requires_grad=True) * 2 for grad in grads]
     norms, handle = _pair(answer(middle))
     if norms or norms is earlier or len(earlier) != 3:
         _refuse_shared()
-    _backward(middle, GRADS)
+    _backward(middle, grads)
     handle.remove()
-    if len(norms) != 1 or not _close(float(norms[0]), _norm(GRADS)):
+    for norm in norms:
+        _expect_number(norm)
+    wanted, found = _norm([grad.flatten().tolist() for grad in grads]), [float(norm) for norm in norms]
+    if len(found) != 1:
         refuse(
             "leaves_only",
-            zh=f"换成形状为 `(1, n)` 的中间张量就不对了：应当记下 `[{_norm(GRADS):.4f}]`，得到 `{[round(float(norm), 4) for norm in norms]}`。",
-            en=f"It fails for tensors in the middle, of shape `(1, n)`: `[{_norm(GRADS):.4f}]` is wanted, found "
-            f"`{[round(float(norm), 4) for norm in norms]}`.",
+            zh=f"换成中间张量就不对了：反向一次，应当记下 `[{wanted:.4f}]`，得到 `{[round(norm, 4) for norm in found]}`。",
+            en=f"It fails for tensors in the middle: one backward should leave `[{wanted:.4f}]`, found "
+            f"`{[round(norm, 4) for norm in found]}`.",
+        )
+    if not _close(found[0], wanted):
+        refuse(
+            "of_matrices",
+            zh=f"换成二维的中间张量就不对了，其中一个的形状是 `(2, 2)`：全局范数应为 {wanted:.4f}，得到的是 {found[0]:.4f}。"
+            "范数是对所有元素算的吗？对矩阵，有的函数算的是另一种范数。",
+            en=f"It fails for two-dimensional tensors in the middle, one of the shape `(2, 2)`: the global norm is {wanted:.4f}; "
+            f"found {found[0]:.4f}. Is the norm taken over all elements? For a matrix some functions give another norm.",
         )
 
 
@@ -311,6 +330,10 @@ def recorded_once(tensors):
     return norms, handle
 
 
+def of_matrices(grads, tensors):
+    return torch.stack([torch.linalg.norm(grad, 2) for grad in there(grads)]).norm().item()
+
+
 def clears_grad(tensors):
     norms = []
 
@@ -343,6 +366,7 @@ RECORD_NORMS = Exercise(
         "first_only": recorded_once,
         "shared_list": one_list_for_all,
         "other_steps": never_cleared,
+        "of_matrices": of_group(of_matrices),
         "leaves_only": lambda tensors: record_norms([tensor for tensor in tensors if tensor.is_leaf]),
         "not_a_pair": lambda tensors: record_norms(tensors)[0],
         "no_handle": lambda tensors: (record_norms(tensors)[0], None),
@@ -403,7 +427,8 @@ def _same(model, other):
 def examine_step_in_backward(answer):
     for make_optimizer in OPTIMIZERS:
         model, twin, batches = _twins()
-        handles = _handles(answer(model, make_optimizer))
+        made = []
+        handles = _handles(answer(model, _counting(make_optimizer, made)))
         watching, kept = _watch(model)
         reference = make_optimizer(_trained(twin))
         for number, x in enumerate(batches[:3]):
@@ -417,17 +442,36 @@ def examine_step_in_backward(answer):
         for handle in watching:
             handle.remove()
         _examine_removed(handles, model, batches[3])
+        if (most := max(made, default=0)) > 1:
+            refuse(
+                "shared_optimizer",
+                zh=f"有一个优化器管着 {most} 个参数。取下其中一个的句柄，别的钩子还会更新它；每个参数要有自己的优化器。",
+                en=f"One optimizer has {most} parameters. Where the handle of one is removed, the hooks of the others go on updating "
+                "it; each parameter is to have an optimizer of its own.",
+            )
     _examine_two_models(lambda model, make_optimizer, count: answer(model, make_optimizer))
 
 
-def _examine_two_models(answer, count=1):
+def _counting(make_optimizer, made):
+    """Notes in `made` how many parameters each optimizer has."""
+
+    def make(params):
+        optimizer = make_optimizer(params)
+        made.append(sum(len(group["params"]) for group in optimizer.param_groups))
+        return optimizer
+
+    return make
+
+
+def _examine_two_models(answer, counts=(1, 1)):
     """The first goes on training after the second was given, with another learning rate."""
-    rates = {_Two(): 0.25, _Two(): 0.5}
-    for model, rate in rates.items():
-        answer(model, partial(torch.optim.SGD, lr=rate), count)
+    models, rates, returned = (_Two(), _Two()), (0.25, 0.5), []
+    for model, rate, count in zip(models, rates, counts, strict=True):
+        returned.append(answer(model, partial(torch.optim.SGD, lr=rate), count))
         for _ in range(count):
             model(both=True).backward()
-    for model, rate in rates.items():
+    refuse_same_object(*returned)
+    for model, rate, count in zip(models, rates, counts, strict=True):
         before = model.always.item()
         try:
             for _ in range(count):
@@ -465,17 +509,14 @@ def _watch(model):
 
 def _handles(got):
     handles = list(got.values()) if isinstance(got, dict) else got
-    found = repr(got) if got in ([], (), {}) else type(got).__name__
-    if (
-        not isinstance(handles, list | tuple)
-        or not handles
-        or not all(hasattr(one, "remove") for one in handles)
-    ):
+    if not isinstance(handles, list | tuple) or not handles:
+        found = repr(got) if got in ([], (), {}) else type(got).__name__
         refuse(
             "no_handles",
             zh=f"应当返回句柄的列表，否则钩子再也取不下来。得到的是 `{found}`。",
             en=f"Return a list of handles, or the hooks can never be taken off. Found `{found}`.",
         )
+    refuse_other_items(handles)
     return handles
 
 
@@ -485,9 +526,9 @@ def _examine_step(model, twin, before, number):
     if number == 0 and not any(moved):
         refuse(
             "nothing_moved",
-            zh="反向一次之后，没有一个参数变了。调用 `step()` 的那一刻，`.grad` 里有值吗？",
+            zh="反向一次之后，没有一个参数变了。调用 `step()` 的那一刻，`.grad` 里有值吗？还是说，`step()` 的是上一次调用时那个模型的优化器（默认参数 `={}` 只建一次）？",
             en="After one backward no parameter has changed. At the moment when `step()` is called, is there anything in "
-            "`.grad`?",
+            "`.grad`? Or does the `step()` belong to the model of an earlier call (a default argument `={}` is made only once)?",
         )
     if number == 0:
         _examine_one(moved)
@@ -503,12 +544,12 @@ def _examine_step(model, twin, before, number):
             *(("first_step",) if number == 0 else ("later_steps",)),
             zh="第一步更新之后，权重就和普通训练的不同。每个参数都恰好更新了一次吗？用的是 `make_optimizer` 造的优化器吗？"
             if number == 0
-            else "第一步与普通训练一致，后面就不同了。动量和 Adam 的状态存在优化器里；还有，上一步的梯度留下来了吗？",
+            else "第一步与普通训练一致，后面就不同了。钩子还挂着吗？动量和 Adam 的状态存在优化器里；还有，上一步的梯度留下来了吗？",
             en="After the very first update the weights differ from ordinary training. Was each parameter updated exactly "
             "once? By an optimizer that `make_optimizer` made?"
             if number == 0
-            else "The first step agrees with ordinary training, later ones do not. Momentum and Adam's state live in the "
-            "optimizer; and is a gradient of the step before still there?",
+            else "The first step agrees with ordinary training, later ones do not. Is the hook still on? Momentum and Adam's "
+            "state live in the optimizer; and is a gradient of the step before still there?",
         )
 
 
@@ -572,6 +613,14 @@ def _examine_removed(handles, model, x, count=1):
             en="After `remove()` of every handle backward still updates parameters or frees gradients: the handle of some hook "
             "was not returned.",
         )
+
+
+_HANDLES = []  # of an answer that returns it from every call
+
+
+def into_one_list(handles):
+    _HANDLES[:] = handles
+    return _HANDLES
 
 
 _OPTIMIZERS = {}  # where some keep what they should not share
@@ -670,6 +719,16 @@ def step_of_the_latest(model, make_optimizer):
     return on_each(model, lambda param: step)
 
 
+def one_optimizer(model, make_optimizer):
+    optimizer = make_optimizer(_trained(model))
+
+    def step(param):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
 STEP_IN_BACKWARD = Exercise(
     "15.B",
     examine_step_in_backward,
@@ -685,6 +744,9 @@ STEP_IN_BACKWARD = Exercise(
         "later_steps": made_anew,
         "freed_late": at_the_last,
         "no_handles": lambda model, make_optimizer: print(len(step_in_backward(model, make_optimizer))),
+        "other_items": lambda model, make_optimizer: list(enumerate(step_in_backward(model, make_optimizer))),
+        "same_object": lambda model, make_optimizer: into_one_list(step_in_backward(model, make_optimizer)),
+        "shared_optimizer": one_optimizer,
         "not_removed": lambda model, make_optimizer: step_in_backward(model, make_optimizer)[:1],
         "first_step": lambda model, make_optimizer: step_in_backward(model, partial(torch.optim.SGD, lr=1.0)),
         "latest_call": step_of_the_latest,
@@ -735,7 +797,7 @@ def examine_step_every(answer):
             _examine_every(model, twin, before, number, count)
         _examine_removed(handles, model, batches[-1], count)
     _examine_own_count(answer)
-    _examine_two_models(answer, count=2)
+    _examine_two_models(answer, counts=(2, 3))
 
 
 class _Two(nn.Module):
@@ -899,6 +961,12 @@ STEP_EVERY = Exercise(
             model.requires_grad_(True), make_optimizer, count
         ),
         "one_count": counting_all,
+        "other_items": lambda model, make_optimizer, count: list(
+            enumerate(step_every(model, make_optimizer, count))
+        ),
+        "same_object": lambda model, make_optimizer, count: into_one_list(
+            step_every(model, make_optimizer, count)
+        ),
         "not_removed": every_twice,
         "latest_call": every_by_the_latest,
     },

@@ -68,7 +68,7 @@ def examine_normalise(answer):
             "`forward`.",
         )
     expect_like(got, torch.tensor([1.0, 3.0]), "`forward` 收到的 `x`", "the `x` that `forward` is given")
-    if not torch.equal(output, torch.tensor([2.0, 6.0])):
+    if not torch.equal(output, 2 * got):
         refuse(
             "everywhere",
             zh="`module` 自己收到的 `x` 对了，可是它里面的子模块也被换了输入。钩子只该挂在 `module` 上。",
@@ -169,6 +169,14 @@ def _examine_again(module, handle, x):
             en="The first call was right; in the second, with another `x` and nothing else, `forward` was given something wrong. "
             "Every call counts.",
         )
+    module.eval()
+    module(x + 2)
+    if torch.equal(module.given[0], x + 2):
+        refuse(
+            "only_in_training",
+            zh="调用 `module.eval()` 之后，`forward` 收到的是原来的 `x`。每次调用都要换，不管是训练还是评估模式。",
+            en="After `module.eval()` `forward` was given the original `x`. Every call counts, in training and in evaluation mode.",
+        )
     handle.remove()
     module(x)
     if not torch.equal(module.given[0], x):
@@ -261,6 +269,12 @@ def normalise_once(module, mean, std):
     return handle
 
 
+def normalise_in_training(module, mean, std):
+    return module.register_forward_pre_hook(
+        lambda module, args: ((args[0] - mean) / std, *args[1:]) if module.training else None
+    )
+
+
 def normalise_without_keywords(module, mean, std):
     return module.register_forward_pre_hook(
         lambda module, args, kwargs: (((args[0] - mean) / std, *args[1:]), {}), with_kwargs=True
@@ -333,6 +347,7 @@ NORMALISE = Exercise(
         ),
         "no_handle": lambda module, mean, std: normalise(module, mean, std) and None,
         "first_only": normalise_once,
+        "only_in_training": normalise_in_training,
         "everywhere": lambda module, mean, std: modules.register_module_forward_pre_hook(
             lambda module, args: ((args[0] - mean) / std, *args[1:])
         ),
@@ -817,19 +832,25 @@ class _Spare(nn.Module):
 
 
 class _Attention(nn.Module):
-    """An output of which one part is None and one is a number."""
+    """An output of which one part is None and one is a number; another that is None as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = _NoWeights()
+        self.attention, self.log = _NoWeights(), _Silent()
 
     def forward(self, x):
+        self.log(x)
         return self.attention(x)[0]
 
 
 class _NoWeights(nn.Module):
     def forward(self, x):
         return x * 2, None, 3
+
+
+class _Silent(nn.Module):
+    def forward(self, x):
+        return None
 
 
 class _Broken(nn.Sequential):
@@ -1025,16 +1046,16 @@ def _examine_nested(answer):
         )
     for model, x, expected in (
         (_Tagger(), torch.zeros(2, 5, dtype=torch.int64), want),
-        (_Attention(), torch.ones(2, 3), {"attention": ((2, 3), None, None)}),
+        (_Attention(), torch.ones(2, 3), {"attention": ((2, 3), None, None), "log": None}),
     ):
         try:
             shapes = _run(answer, model, x)
         except (KeyError, AttributeError, TypeError) as error:
             refuse(
                 "nested",
-                zh=f"有一层的输出是元组，或者元组里有 `None` 或一个数，你的代码在这里报错：`{type(error).__name__}`。"
+                zh=f"有一层的输出是元组或者 `None`，也可能是里面有 `None` 或一个数的元组，你的代码在这里报错：`{type(error).__name__}`。"
                 "`nn.LSTM` 返回 `(output, (h, c))`。",
-                en="A layer's output is a tuple, or holds `None` or a number, and there your code raises "
+                en="A layer's output is a tuple or `None`, perhaps a tuple with `None` or a number in it, and there your code raises "
                 f"`{type(error).__name__}`. `nn.LSTM` returns `(output, (h, c))`.",
             )
         if shapes.get("tags") == (2, 1, 3):
