@@ -249,9 +249,9 @@ def refuse_from_before(names: Iterable[Any], model: nn.Module, others: Iterable[
     if old := [name for name in names if name in others and name not in own]:
         refuse(
             "from_before",
-            zh=f"这个模型里没有 `{old[0]}`：那是另一次调用时的模型里的层。每次调用都要从空字典开始；默认参数 `={{}}` 只建一次。",
-            en=f"This model has no `{old[0]}`: that is a layer of the model of another call. Each call has to begin with an "
-            "empty dict; a default argument `={}` is made only once.",
+            zh=f"这个模型里没有 `{old[0]}`：那是另一次调用的模型里的层。每次都要从头记起；默认参数 `={{}}`、`=[]` 只建一次。",
+            en=f"This model has no `{old[0]}`: that is a layer of the model of another call. Each call has to begin "
+            "afresh; a default argument, `={}` or `=[]`, is made only once.",
         )
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before, said
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -57,13 +57,7 @@ def _leave(handles, run):
 
 def _examine_left_alone(model, settings, attributes, others):
     """No hook of the answer's is left, those of others are there, and no switch of the model was moved."""
-    if others.id not in model.head._forward_hooks:
-        refuse(
-            "removed_others",
-            zh="模型上原来有别人的一个前向钩子，现在没了。只取下自己挂的。",
-            en="The model had a forward hook of somebody else's, and it is gone. Take off your own only.",
-        )
-    others.remove()
+    _examine_others(others)
     if _hook_count(model):
         refuse(
             "left_behind",
@@ -86,6 +80,17 @@ def _examine_left_alone(model, settings, attributes, others):
             en=f"Modules have new attributes: `{new}`. Put it into a dictionary of your function's own, and nothing need be written "
             "onto the model.",
         )
+
+
+def _examine_others(others):
+    if any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in others):
+        refuse(
+            "removed_others",
+            zh="模型上原来有别人的钩子，现在少了。只取下自己挂的。",
+            en="The model had hooks of somebody else's, and not all of them are left. Take off your own only.",
+        )
+    for hook in others:
+        hook.remove()
 
 
 def _examine_kind(model):
@@ -124,22 +129,22 @@ def _refuse_swallowed():
 
 def _refuse_what_backward_hooks_raise(error):
     """The errors that a backward hook of the learner's brings about; any other is raised again."""
-    said = str(error).splitlines()[0] if str(error) else ""
-    if "invalid number of" in said:
+    line = str(error).splitlines()[0] if str(error) else ""
+    if "invalid number of" in line:
         refuse(
             "wrong_number",
-            zh=f"PyTorch 说：`{said}`。它对反向钩子的返回值取 `len`，要和输入（full backward pre-hook 是输出）的个数相等；不是张量的也占一项。（第 2 节）",
-            en=f"PyTorch says: `{said}`. It takes the `len` of what a backward hook returns, which should be the number of inputs "
+            zh=f"PyTorch 说：`{line}`。它对反向钩子的返回值取 `len`，要和输入（full backward pre-hook 是输出）的个数相等；不是张量的也占一项。（第 2 节）",
+            en=f"PyTorch says: `{line}`. It takes the `len` of what a backward hook returns, which should be the number of inputs "
             "(of outputs, for a full backward pre-hook); what is no tensor takes a place too. (Section 2)",
         )
-    if "changed the size" in said:
+    if "changed the size" in line:
         refuse(
             "wrong_size",
             zh="你的钩子返回了一个张量，它就顶替了路过的梯度，而两者的形状不一样。看看钩子返回了什么。",
             en="Your hook returns a tensor, which replaces the gradient that passes, and its shape is another. See what the hook "
             "returns.",
         )
-    if "BackwardHookFunction" in said:
+    if "BackwardHookFunction" in line:
         refuse(
             "full_backward_hook",
             zh="模型里有原地的层，前向就报错了：挂了反向钩子的模块，输入和输出都不许原地改写。（第 6 节）",
@@ -147,7 +152,7 @@ def _refuse_what_backward_hooks_raise(error):
             "may be edited in place. (Section 6)",
         )
     in_forward = any(frame.name == "forward" for frame in traceback.extract_tb(error.__traceback__))
-    if in_forward and "RemovableHandle" in said:
+    if in_forward and "RemovableHandle" in line:
         refuse(
             "replaced_output",
             zh="下一层收到的不是张量，是一个句柄。看看你的前向钩子返回了什么。",
@@ -609,7 +614,9 @@ def examine_gradient_norms(answer):
     want, settings, attributes = gradient_norms(twin, loss_fn), _settings(model), _attributes(model)
     runs.clear()
     backwards.clear()
-    others = model.head.register_forward_hook(lambda module, args, output: None)
+    others = [layer.register_forward_hook(lambda *args: None) for layer in (model.head, model.relu)]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
     try:
         got = answer(model, loss_fn)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -623,7 +630,7 @@ def examine_gradient_norms(answer):
             en=f"Backward ran {len(backwards)} times; once is enough: the gradients of all ReLUs pass in the same one.",
         )
     if count == 1:
-        _examine_same_gradients(model, twin)
+        _examine_gradients(model, twin)
     _examine_norms(got, want, model, loss_fn)
     if count > 1:
         refuse(
@@ -637,14 +644,43 @@ def examine_gradient_norms(answer):
 
 
 def _examine_next_model(answer):
-    model, x = nn.Sequential(OrderedDict(lens=nn.Linear(3, 2), gate=nn.ReLU())), torch.ones(1, 3)
-    got = answer(model, lambda model: model(x).sum())
-    refuse_from_before(got, model, dict(_Pictures().named_modules()))
+    """The first layers are frozen."""
+    layers = {
+        "base": nn.Linear(3, 3).requires_grad_(False),
+        "still": nn.ReLU(),
+        "lens": nn.Linear(3, 2),
+        "gate": nn.ReLU(),
+    }
+    model, x = nn.Sequential(OrderedDict(layers)), torch.ones(1, 3)
+    try:
+        found = list(answer(model, lambda model: model(x).sum()))
+        refuse_from_before(found, model, dict(_Pictures().named_modules()))
+    except (RuntimeError, TypeError, AttributeError) as error:
+        found = said(error)
+    if found != ["gate"]:
+        refuse(
+            "frozen_first",
+            zh=f"换一个模型：`still` 前面的层全都冻结了，它的输出不需要梯度，字典里应当只有 `['gate']`，得到的是 `{found}`。",
+            en=f"In another model all layers before `still` are frozen, so its output requires no gradient, and the dict should have "
+            f"`['gate']` only; found `{found}`.",
+        )
 
 
-def _examine_same_gradients(model, twin):
+def _examine_gradients(model, twin):
+    """Each `.grad` was 1, and `twin` has what one backward adds."""
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        if param.grad is not None and not torch.allclose(param.grad, other.grad, atol=1e-6):
+        if other.grad is None:
+            continue
+        if param.grad is None or not param.grad.any() or torch.allclose(param.grad, other.grad, atol=1e-6):
+            refuse(
+                "cleared_grad",
+                zh="参数原有的 `.grad` 被清掉了：那可能是前几个批次累积下来的。这次反向只可以往上加。",
+                en="What the parameters had in `.grad` was cleared: it may be the sum over earlier batches. This backward may only add to "
+                "it.",
+            )
+        if not any(
+            torch.allclose(param.grad, 1 + added, atol=1e-6) for added in (0 * other.grad, other.grad)
+        ):
             refuse(
                 "changed_gradient",
                 zh="你的钩子改动了路过的梯度：前面的参数收到的和原来不同。看看它返回了什么。",
@@ -666,21 +702,25 @@ def _examine_norms(got, want, model, loss_fn):
             en="The dict is empty: no hook has fired. Did backward run? Were the hooks there when forward began?",
         )
     refuse_from_before(got, model, ("gate",))
+    names = [name for name, _ in model.named_modules()]
+    in_order = [name for name in names if name in want]
+    for last, zh, en in (
+        (names[-1], "`named_modules()` 的最后一个名字", "the last name of `named_modules()`"),
+        (in_order[-1], "最后一个 ReLU", "the last ReLU"),
+    ):
+        if list(got) == [last]:
+            refuse(
+                "last_name",
+                zh=f"字典里只有 `{last}` 一项，它是{zh}：你的钩子触发时才去读循环变量，那时循环早就结束了。",
+                en=f"The only entry is `{last}`, {en}: your hooks read the loop variable when they fire, and by then the loop is over.",
+            )
     if strangers := [name for name in got if name not in want]:
         refuse(
             "other_layers",
             zh=f"`{strangers[0]}` 不是哪个 `nn.ReLU` 在 `named_modules()` 里的名字。",
             en=f"`{strangers[0]}` is not the name of an `nn.ReLU` in `named_modules()`.",
         )
-    in_order = [name for name, _ in model.named_modules() if name in want]
-    missing = [name for name in in_order if name not in got]
-    if list(got) == in_order[-1:]:
-        refuse(
-            "last_name",
-            zh=f"只有 `{next(iter(got))}` 一项，它是最后一个 ReLU：你的钩子触发时才去读循环变量。",
-            en=f"The only entry is `{next(iter(got))}`, the last ReLU: your hooks read the loop variable when they fire.",
-        )
-    if missing:
+    if missing := [name for name in in_order if name not in got]:
         refuse(
             "missing_layers",
             zh=f"少了 `{missing[0]}`：模型里一共有 {len(want)} 个 ReLU，有的在子模块的子模块里，有的是原地的。",
@@ -781,6 +821,7 @@ def _norms(
     modules="named_modules",
     backward=True,
     clean_up=_then_remove,
+    guarded=True,
 ):
     """A family of answers that differ in one thing each."""
 
@@ -790,7 +831,8 @@ def _norms(
             if isinstance(module, kinds):
 
                 def hang(module, args, output, name=name):
-                    output.register_hook(lambda grad: norms.update({name: measure(grad)}))
+                    if output.requires_grad or not guarded:
+                        output.register_hook(lambda grad: norms.update({name: measure(grad)}))
 
                 handles.append(module.register_forward_hook(hang))
         clean_up(handles, lambda: loss_fn(model).backward() if backward else loss_fn(model))
@@ -820,8 +862,9 @@ def norms_last_name(model, loss_fn):
     def hang(module, args, output):
         output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
 
-    for name, module in _relus(model):  # noqa: B007
-        handles.append(module.register_forward_hook(hang))
+    for name, module in model.named_modules():  # noqa: B007
+        if isinstance(module, nn.ReLU):
+            handles.append(module.register_forward_hook(hang))
     _then_remove(handles, lambda: loss_fn(model).backward())
     return norms
 
@@ -919,6 +962,11 @@ def norms_swallowed(model, loss_fn):
         return {}
 
 
+def norms_from_zero(model, loss_fn):
+    model.zero_grad()
+    return gradient_norms(model, loss_fn)
+
+
 def norms_run_twice(model, loss_fn):
     loss_fn(model)
     return gradient_norms(model, loss_fn)
@@ -945,6 +993,8 @@ GRADIENT_NORMS = Exercise(
         "nothing_arrived": _norms(backward=False),
         "changed_model": norms_out_of_place,
         "changed_gradient": _norms_by("register_forward_hook", _change),
+        "cleared_grad": norms_from_zero,
+        "frozen_first": _norms(guarded=False),
         "ran_twice": norms_run_twice,
         "backward_often": norms_one_backward_each,
         "attribute_left": norms_on_module,
@@ -1053,7 +1103,7 @@ def examine_guided_gradient(answer):
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     settings, attributes = _settings(model), _attributes(model)
-    others = model.head.register_forward_hook(lambda module, args, output: None)
+    others = [model.head.register_forward_hook(lambda module, args, output: None)]
     try:
         got = answer(model, x)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -1090,7 +1140,9 @@ def _examine_input(x, before):
 def _examine_used_twice(answer):
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
     given = x.clone().requires_grad_()
-    got = answer(_Twice(nn.ReLU()), given)
+    model = _Twice(nn.ReLU())
+    others = [model.activation.register_full_backward_hook(lambda *args: None)]
+    got = answer(model, given)
     if not isinstance(got, Tensor):
         refuse(
             "no_gradient",
@@ -1105,6 +1157,7 @@ def _examine_used_twice(answer):
             en="In a model that calls one ReLU twice the result is wrong: the two inputs differ, and what was noted in one call does not "
             "serve the other.",
         )
+    _examine_others(others)
     if not given.requires_grad or given.grad is not None:
         refuse(
             "switched_input",
@@ -1153,8 +1206,8 @@ def _examine_guided(got, x):
         if torch.allclose(got, _plain_gradient(_seeing(_Guided, nn.ReLU), x), atol=1e-6):
             refuse(
                 "top_level_only",
-                zh="只有最外层的 ReLU 改了规则，藏在子模块里的还是老样子。",
-                en="Only a ReLU at the top level follows the new rule; those nested in other modules do as before.",
+                zh="藏得更深的 ReLU 还是老样子：子模块里面还有子模块。",
+                en="A ReLU nested deeper still does as before: modules inside a module may have modules inside.",
             )
         no_mask = _seeing(lambda: _Guided(masked=False), lambda: _Guided(masked=False))
         if torch.allclose(got, _plain_gradient(no_mask, x), atol=1e-6):

@@ -297,7 +297,7 @@ def _examine_state(model, before):
         refuse(
             "statistics",
             zh=f"`state_dict()` 里有 {len(changed)} 项变了，例如 `{changed[0]}`：这次前向是在训练模式下跑的。",
-            en=f"{len(changed)} entries of `state_dict()` have changed, `{changed[0]}` for one: this forward ran in training "
+            en=f"Entries of `state_dict()` that have changed: {len(changed)}, `{changed[0]}` for one. This forward ran in training "
             "mode.",
         )
 
@@ -561,7 +561,7 @@ def never_called(model, x):
 
 
 class _Reader(nn.Module):
-    """A text classifier: an encoder with a fast path, a second head for training only, a layer that two names share."""
+    """A text classifier: an encoder with a fast path, a second head for training only, a layer with two names and two calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +576,7 @@ class _Reader(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self.runs.append(torch.is_grad_enabled())
-        hidden = self.again(self.encoder(self.embed(tokens))).mean(dim=1)
+        hidden = self.again(self.again(self.encoder(self.embed(tokens)))).mean(dim=1)
         self.log(hidden)
         return (self.head(hidden), self.helper(hidden)) if self.training else self.head(hidden)
 
@@ -596,7 +596,7 @@ class _Log(nn.Module):
 
 
 class _Either(nn.Module):
-    """One of two layers, by a switch."""
+    """One of two equal layers, by a switch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -650,7 +650,13 @@ def examine_never_called(answer):
 
 def _examine_other_way(answer):
     model, x = _Either().eval(), torch.ones(1, 4)
-    answer(model, x)
+    if set(got := answer(model, x)) != {"right"}:
+        refuse(
+            "look_alike",
+            zh=f"模型里有两个一样的层，`left` 和 `right`，只调用了 `left`；你给的是 `{got}`。要记的是模块本身，不是它的类型或打印出来的样子。",
+            en=f"The model has two equal layers, `left` and `right`, and calls only `left`; you give `{got}`. Note the module itself, not "
+            "its type or how it prints.",
+        )
     model.way = "right"
     if set(got := answer(model, x)) != {"left"}:
         refuse(
@@ -896,6 +902,12 @@ def never_by_default(model, x, called=set()):  # noqa: B006
     return [name for name, module in _leaves(model).items() if module not in called]
 
 
+def never_by_repr(model, x):
+    missing = never_called(model, x)
+    called = {repr(module) for name, module in _leaves(model).items() if name not in missing}
+    return [name for name, module in _leaves(model).items() if repr(module) not in called]
+
+
 def never_cleared(model, x):
     missing = never_called(model, x)
     for module in model.modules():
@@ -944,6 +956,7 @@ NEVER_CALLED = Exercise(
         "ran_often": never_one_by_one,
         "no_no_grad": never_with_gradients,
         "from_before": never_by_default,
+        "look_alike": never_by_repr,
         "removed_others": never_cleared,
         "grad_left_off": never_gradients_again,
         "fast_path_off": never_on_the_slow_path,

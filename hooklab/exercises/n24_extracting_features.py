@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
 from hooklab.census import hooks_on
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before, said
 from hooklab.modules import features
 
 
@@ -320,13 +320,7 @@ def _examine_unreached(answer):
             "written over. What works in place need not be a module.",
         )
     expect_like(bright, want, " `extra` 的输出", "the output of `extra`")
-    double = answer(_Net().double(), "body.0", BRIGHT.double())
-    if isinstance(double, Tensor) and double.dtype != torch.float64:
-        refuse(
-            "float32_only",
-            zh=f"模型换成 `float64`，返回的却是 `{double.dtype}`：应当是那一层的输出，一位不差。",
-            en=f"With a model in `float64` what comes back is `{double.dtype}`: wanted is the output of the layer as it was.",
-        )
+    _examine_double(answer(_Net().double(), "body.0", BRIGHT.double()))
     try:
         got = answer(model, "extra", DARK.clone())
     except KeyError:
@@ -349,6 +343,15 @@ def _examine_unreached(answer):
         zh=f"模型没有走到那一层时，应当抛出 `KeyError`，函数却返回了 `{type(got).__name__}`。",
         en=f"When the model does not reach the layer a `KeyError` is wanted; a `{type(got).__name__}` came back.",
     )
+
+
+def _examine_double(got):
+    if isinstance(got, Tensor) and got.dtype != torch.float64:
+        refuse(
+            "float32_only",
+            zh=f"模型换成 `float64`，返回的却是 `{got.dtype}`：应当和那一层的输出一样。",
+            en=f"With a model in `float64` what comes back is `{got.dtype}`: wanted is the dtype of the layer's output.",
+        )
 
 
 _STALE = {}
@@ -581,6 +584,7 @@ def examine_embed(answer):
     model.norm.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), module.training)))
     model.drop.register_forward_pre_hook(lambda module, args: dropping.append(module.training))
     model.norm.register_forward_pre_hook(lambda module, args: building.append(args[0].requires_grad))
+    model.norm.register_forward_hook(lambda *args: None)
     modes = {name: module.training for name, module in model.named_modules()}
     frozen = [param.requires_grad for param in model.parameters()]
     hooks, attributes = _Hooks(model), _attributes(model)
@@ -605,15 +609,13 @@ def examine_embed(answer):
 
 
 def _examine_another(answer, model):
-    """Another layer, other sizes, a second call; where the caller has switched gradients off."""
+    """Another layer, other sizes, a second call; where the caller has switched gradients off; a generator; another dtype."""
     batches = [torch.randn(2, 1, 9, 7), torch.randn(3, 1, 9, 7)]
     want = embed(deepcopy(model), "conv", batches)
     found = []
     _examine_where_grad_is_off(lambda: found.append(answer(model, "conv", batches)))
-    if not isinstance(found[0], Tensor) or found[0].shape != want.shape or not torch.allclose(
-        found[0], want, rtol=1e-4, atol=1e-6
-    ):  # fmt: skip
-        shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
+    if not _agrees(found[0], want):
+        shape = _kind(found[0])
         refuse(
             "first_call_only",
             zh=f"第一次调用对了；再调用一次，换成 `conv` 层和 2 批共 5 张图，就不对了：应当是 `{tuple(want.shape)}`，得到的是 "
@@ -622,6 +624,28 @@ def _examine_another(answer, model):
             f"`{tuple(want.shape)}` and its values, found `{shape}`. Is a name or a size fixed in the code, or is something "
             "kept from the call before?",
         )
+    try:
+        got = answer(model, "conv", (batch for batch in batches))
+        wrong = "" if _agrees(got, want) else _kind(got)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        wrong = said(error)
+    if wrong:
+        refuse(
+            "walked_twice",
+            zh=f"`batches` 是列表时对了；换成生成器，应当还是 `{tuple(want.shape)}`，得到的是 `{wrong}`。生成器没有长度，从头走过一遍就空了。",
+            en=f"Right where `batches` is a list; with a generator it should be `{tuple(want.shape)}` again; found `{wrong}`. A "
+            "generator has no length, and is empty once you have gone through it.",
+        )
+    _examine_double(answer(model.double(), "conv", [batch.double() for batch in batches]))
+
+
+def _agrees(got, want):
+    same_shape = isinstance(got, Tensor) and got.shape == want.shape
+    return same_shape and torch.allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def _kind(got):
+    return str(tuple(got.shape)) if isinstance(got, Tensor) else type(got).__name__
 
 
 def _examine_seen(seen, dropping):
@@ -820,7 +844,18 @@ def embed_removed_others(model, name, batches):
     try:
         return embed(model, name, batches)
     finally:
-        model.get_submodule(name)._forward_pre_hooks.clear()
+        model.get_submodule(name)._forward_hooks.clear()
+
+
+def embed_counting_first(model, name, batches):
+    return torch.cat([embed(model, name, [batches[number]]) for number in range(len(batches))])
+
+
+def embed_into_zeros(model, name, batches):
+    rows = [embed(model, name, [batch]) for batch in batches]
+    joined = torch.zeros(sum(map(len, rows)), rows[0].shape[1])
+    joined[:] = torch.cat(rows)
+    return joined
 
 
 EMBED = Exercise(
@@ -846,6 +881,8 @@ EMBED = Exercise(
         "part_left_in_eval": part_left_in_eval,
         "dropout_on": dropout_on,
         "first_call_only": lambda model, name, batches: embed(model, "norm", batches),  # whatever the name
+        "walked_twice": embed_counting_first,
+        "float32_only": embed_into_zeros,
         "grad_switched_on": embed_switched_on,
         "left_behind": embed_left_behind,
         "removed_others": embed_removed_others,
@@ -898,18 +935,20 @@ class _Mixed(nn.Module):
 
 
 class _Twice(nn.Module):
-    """Each layer is called twice; of `first` the first output is edited, of `second` the second."""
+    """Each layer is called twice; of `first` the first output is edited, of `second` the second, of `both` either."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second, self.both = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(self.first(self.first(x).mul_(2)))
+        hidden = self.both(self.both(x).mul_(2)).mul_(2)
+        hidden = self.second(self.first(self.first(hidden).mul_(2)))
         return self.second(hidden).mul_(2).sum()
 
 
 EDITED, CULPRIT = {"block.0", "second", "pair", "pair.1"}, "block.1"  # `block` returns what `block.1` returns
+EDITED_OF_TWICE = {"first", "second", "both"}
 
 
 def examine_overwritten(answer):
@@ -918,7 +957,7 @@ def examine_overwritten(answer):
     model.block.register_forward_hook(lambda *args: None)
     calls = []
     model.register_forward_hook(lambda *args: calls.append(1))
-    got = _names_found(answer, model, torch.randn(6, 4))
+    got = set(_names_found(answer, model, torch.randn(6, 4)))
     if got == {CULPRIT}:
         refuse(
             "only_culprits",
@@ -958,8 +997,9 @@ def examine_overwritten(answer):
         )
     _expect_names(got, EDITED, "一个小模型", "a small model")
     _examine_calls(calls)
-    got = _names_found(answer, _Twice(), torch.randn(6, 4))
-    if got != {"first", "second"} and got <= {"first", "second"}:
+    names = _names_found(answer, _Twice(), torch.randn(6, 4))
+    got = set(names)
+    if got != EDITED_OF_TWICE and got <= EDITED_OF_TWICE:
         refuse(
             "one_call",
             zh=f"`first` 和 `second` 各调用两次：前者头一次的输出被改写，后者第二次的被改写，两个都算；找到的是 `{sorted(got)}`。"
@@ -967,7 +1007,14 @@ def examine_overwritten(answer):
             en=f"`first` and `second` are called twice each. Of the one the first output is written over, of the other the second, "
             f"and both count; found `{sorted(got)}`. Do you note every call of a layer?",
         )
-    _expect_names(got, {"first", "second"}, "每层调用两次的模型", "a model that calls each layer twice")
+    _expect_names(got, EDITED_OF_TWICE, "每层调用两次的模型", "a model that calls each layer twice")
+    if doubled := [name for name in names if names.count(name) > 1]:
+        refuse(
+            "name_twice",
+            zh=f"`{doubled[0]}` 在列表里不止一次：一层调用了几次，被改写了几次，名字都只列一次。",
+            en=f"`{doubled[0]}` is in the list more than once: however often a layer was called, and its output overwritten, list its "
+            "name once.",
+        )
     _examine_unchanged(answer)
     _examine_left_after_error(lambda model: answer(model, torch.randn(6, 4)))
     _examine_squeezenet(answer)
@@ -1014,6 +1061,7 @@ def _names_found(answer, model, x):
             en=f"Return a list of names; found a `{type(got).__name__}` that holds other things than strings.",
         )
     hooks.examine(more)
+    refuse_from_before(got, model, EDITED | EDITED_OF_TWICE)
     if model.training != mode:
         refuse(
             "mode_changed",
@@ -1021,7 +1069,7 @@ def _names_found(answer, model, x):
             en="The model is no longer in the mode it was in, training or evaluation. Look, and leave it as it was.",
         )
     _examine_attributes(model, attributes)
-    return set(got)
+    return list(got)
 
 
 def _examine_left_after_error(run):
@@ -1063,7 +1111,7 @@ def _expect_names(got, want, where_zh, where_en):
 
 def _examine_unchanged(answer):
     model = nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    if _names_found(answer, model, torch.randn(6, 4)) != {"0"}:
+    if set(_names_found(answer, model, torch.randn(6, 4))) != {"0"}:
         refuse(
             "by_values",
             zh="`Softplus` 后面接了一个原地的 ReLU，收到的全是正数：写过了，数值却没变，也算改写。"
@@ -1077,9 +1125,8 @@ def _examine_squeezenet(answer):
     from torchvision.models import squeezenet1_1
 
     model, x = squeezenet1_1().eval(), torch.randn(1, 3, 48, 48)
-    _expect_names(
-        _names_found(answer, model, x), set(overwritten(model, x)), " `squeezenet1_1` ", "`squeezenet1_1`"
-    )
+    got = set(_names_found(answer, model, x))
+    _expect_names(got, set(overwritten(model, x)), " `squeezenet1_1` ", "`squeezenet1_1`")
 
 
 def _recording(model, x, note, judge, names=lambda model: model.named_modules(), clean=True, kept=None):
@@ -1096,7 +1143,7 @@ def _recording(model, x, note, judge, names=lambda model: model.named_modules(),
         handle.remove()
     if kept is not None:
         kept.update({name: (output, noted) for name, output, noted in seen})
-    return [name for name, output, noted in seen if judge(output, noted)]
+    return list(dict.fromkeys(name for name, output, noted in seen if judge(output, noted)))
 
 
 def _edited(output, version):
@@ -1156,6 +1203,21 @@ def overwritten_cleared(model, x):
             module._forward_hooks.clear()
 
 
+def every_call(model, x, run=lambda model, x: model(x)):
+    seen = []
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            note = lambda _, args, output, name=name: seen.append((name, output, output._version))  # noqa: E731
+            hooks.enter_context(module.register_forward_hook(note))
+        run(model, x)
+    return [name for name, output, version in seen if output._version != version]
+
+
+def overwritten_by_default(model, x, seen=[]):  # noqa: B006
+    seen += overwritten(model, x)
+    return list(dict.fromkeys(seen))
+
+
 def ran_twice_overwritten(model, x):
     model(x)
     return overwritten(model, x)
@@ -1165,16 +1227,6 @@ def names_on_modules(model, x):
     for name, module in model.named_modules():
         module.name = name
     return overwritten(model, x)
-
-
-def by_forward(model, x):
-    seen = []
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            note = lambda _, args, output, name=name: seen.append((name, output, output._version))  # noqa: E731
-            hooks.enter_context(module.register_forward_hook(note))
-        model.forward(x)
-    return [name for name, output, version in seen if output._version != version]
 
 
 def overwritten_grad_left_off(model, x):
@@ -1216,8 +1268,10 @@ OVERWRITTEN = Exercise(
         "hid_error": overwritten_swallowed,
         "removed_others": overwritten_cleared,
         "one_call": last_call,
+        "name_twice": every_call,
+        "from_before": overwritten_by_default,
         "ran_twice": ran_twice_overwritten,
-        "by_forward": by_forward,
+        "by_forward": lambda model, x: every_call(model, x, run=lambda model, x: model.forward(x)),
         "mode_changed": lambda model, x: overwritten(model.eval(), x),
         "grad_left_off": overwritten_grad_left_off,
         "changed_attributes": names_on_modules,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab import clip, clip_gradients, hooks_on, select
-from hooklab.exercises.check import Exercise, Prediction, refuse
+from hooklab.exercises.check import Exercise, Prediction, refuse, refuse_same_object
 
 # ---- 25.A: how much would clipping touch? ----
 
@@ -257,6 +257,12 @@ def _examine_groups(answer, bounds):
     wrong = [item for item in found if isinstance(item, list | tuple) or not hasattr(item, "remove")]
     if wrong or not isinstance(handles, list | tuple):
         kind = type((wrong or [handles])[0]).__name__
+        if kind in ("list", "tuple"):
+            refuse(
+                "nested_handles",
+                zh=f"列表里应当直接是句柄，里面却还有 `{kind}`：用 `+=` 接起来，不要用 `append`。",
+                en=f"The list should hold the handles themselves; there is a `{kind}` inside it: join with `+=`, not `append`.",
+            )
         refuse(
             "no_handles",
             zh=f"应当返回句柄的列表，好让别人取下钩子；得到的是 `{kind}`。",
@@ -389,8 +395,7 @@ def _examine_neighbour(answer, hooked, other):
 def _examine_two_models(answer):
     """In float64, each with its own bound for the same pattern."""
     models = {bound: _Sum().double() for bound in (1.0, 2.0)}
-    for bound, model in models.items():
-        answer(model, {"left": bound})
+    refuse_same_object(*[answer(model, {"left": bound}) for bound, model in models.items()])
     for bound, model in models.items():
         model(torch.full((1, 2), 5.0, dtype=torch.float64)).sum().backward()
         if not (model.left.weight.grad == bound).all():
@@ -471,6 +476,11 @@ def group_within(model, bounds):
     return []
 
 
+def group_by_default(model, bounds, handles=[]):  # noqa: B006
+    handles += clip_by_group(model, bounds)
+    return handles
+
+
 def group_once(bound):
     calls = []
     return lambda grad: calls.append(1) or (grad.clamp(-bound, bound) if len(calls) == 1 else grad)
@@ -537,6 +547,8 @@ GROUPS = Exercise(
         ),
         "wrong_values": lambda model, bounds: _hang(model, bounds, group_norm),
         "no_handles": lambda model, bounds: clip_by_group(model, bounds) and None,
+        "nested_handles": lambda model, bounds: [clip_by_group(model, {key: bounds[key]}) for key in bounds],
+        "same_object": group_by_default,
         "not_removable": lambda model, bounds: clip_by_group(model, bounds)[:1],
         "thawed": group_thawed,
         "first_backward_only": lambda model, bounds: _hang(model, bounds, group_once),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hooklab._packing import outer_hooks
 from hooklab.census import hooks_on
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse
+from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before
 from hooklab.saved import saved_tensors
 
 # ---- 31.A: count the bytes by hand ----
@@ -158,6 +158,12 @@ def _count_once(answer, function, dtype=torch.float32, x=None):
             "not_once",
             zh=f"`function` 应当运行 1 次，实际运行了 {len(calls)} 次。",
             en=f"`function` should run 1 time; it ran {len(calls)} times.",
+        )
+    if x.grad is not None:
+        refuse(
+            "filled_grad",
+            zh="`x` 原来没有 `.grad`，现在有了：只要运行 `function`，不用做反向。",
+            en="`x` had no `.grad`, and has one now: just run `function`, without a backward.",
         )
     if got is None:
         refuse(
@@ -333,6 +339,10 @@ def _by_slice_address(tensors, x):
     return sum(sizes.values())
 
 
+def _with_backward(function, x):
+    return held_bytes(lambda x: function(x).sum().backward(), x)
+
+
 _STORAGES = []
 
 
@@ -399,6 +409,7 @@ HELD = Exercise(
             )
         ),
         "left_open": _left_open,
+        "filled_grad": _with_backward,
         "not_once": lambda function, x: function(x) is None or held_bytes(function, x),
         "not_a_number": lambda function, x: f"{held_bytes(function, x)} bytes",
         "returned_nothing": lambda function, x: print(end=str(held_bytes(function, x))[:0]),
@@ -612,8 +623,13 @@ def heaviest_with_buffers(model, x):
 
 
 def examine_heaviest(answer):
+    from torchvision.models import densenet121
+
     torch.manual_seed(0)
-    _examine_named(answer, _Unequal(), torch.randn(1, 8), "一个小模型", "a small model")
+    with torch.device("meta"):
+        dense, images = densenet121(), torch.empty(8, 3, 224, 224)
+    small, row, others = _Unequal(), torch.randn(1, 8), dict(dense.named_modules())
+    _examine_named(answer, small, row, "一个小模型", "a small model", others)
     parts = {"row": _Row(), "mix": nn.Linear(50, 200), "soft": nn.Softmax(-1)}
     sliced, x = nn.Sequential(OrderedDict(parts)), torch.randn(100, 50, requires_grad=True)
     if answer(sliced, x) == "soft":
@@ -630,14 +646,11 @@ def examine_heaviest(answer):
             zh="在一个小模型上，你的答案是 `gate`。它存的只有自己的缓冲区；缓冲区和参数一样，本来就在内存里。",
             en="On a small model your answer is `gate`. All it saves is a buffer of its own, which lives anyway, as parameters do.",
         )
-    from torchvision.models import densenet121
-
-    with torch.device("meta"):
-        model, x = densenet121(), torch.empty(8, 3, 224, 224)
-    _examine_named(answer, model, x, " `densenet121` ", "`densenet121`")
+    _examine_named(answer, dense, images, " `densenet121` ", "`densenet121`")
+    _examine_named(answer, small, row, "一个小模型", "a small model", others)
 
 
-def _examine_named(answer, model, x, where_zh, where_en):
+def _examine_named(answer, model, x, where_zh, where_en, others=()):
     measures = _measures(model, x)
     calls = []
     counting = model.register_forward_pre_hook(lambda *args: calls.append(1))
@@ -689,6 +702,7 @@ def _examine_named(answer, model, x, where_zh, where_en):
         )
     if got == measures["right"]:
         return
+    refuse_from_before([got], model, others)
     where_zh, where_en = f"在{where_zh}上，你的答案是 `{got}`。", f"On {where_en} your answer is `{got}`. "
     for reason, zh, en in WRONG_MEASURES:
         if got == measures[reason]:
@@ -803,6 +817,14 @@ def heaviest_ran_twice(model, x):
     return heaviest(model, x)
 
 
+def heaviest_by_default(model, x, new=Counter()):  # noqa: B006
+    with saved_tensors(model) as saved:
+        model(x)
+    for record in {record.storage: record for record in reversed(list(saved)) if not record.owner}.values():
+        new[record.module] += record.storage_bytes
+    return max(new, key=new.get)
+
+
 def heaviest_grad_left_off(model, x):
     name = heaviest(model, x)
     torch.set_grad_enabled(False)
@@ -824,6 +846,7 @@ HEAVIEST = Exercise(
         "only_the_slice": heaviest_by_slice,
         "with_buffers": heaviest_with_buffers,
         "ran_twice": heaviest_ran_twice,
+        "from_before": heaviest_by_default,
         "grad_left_off": heaviest_grad_left_off,
         "not_a_name": lambda model, x: model.get_submodule(heaviest(model, x)),
         "returned_nothing": lambda model, x: print(end=heaviest(model, x)[:0]),

@@ -196,8 +196,10 @@ def examine_counting(answer):
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     _examine_number("packed", counts, watched.packs)
+    with watched.hooks():
+        torch.mul(part, part)  # the next step goes on with the same books
     _examine_number("unpacked", counts, watched.unpacks)
-    _examine_number("bytes", counts, 3 * part.nbytes)
+    _examine_number("bytes", counts, 5 * part.nbytes)
     if others.get("packed", 0):
         refuse(
             "shared_books",
@@ -251,26 +253,29 @@ def _examine_number(name, counts, want):
         )
 
 
-def _booking(
-    keep=torch.detach, give=lambda packed: packed, size=lambda tensor: tensor.nbytes, packed=1, unpacked=1
-):
+def _booking(keep=torch.detach, give=lambda packed: packed, size=lambda tensor: tensor.nbytes):
     """A wrong answer to 32.A: the right one, but for what is given here."""
 
     def answer(counts):
         counts.update(packed=0, unpacked=0, bytes=0)
 
         def pack(tensor):
-            counts["packed"] += packed
+            counts["packed"] += 1
             counts["bytes"] += size(tensor)
             return keep(tensor)
 
         def unpack(kept):
-            counts["unpacked"] += unpacked
+            counts["unpacked"] += 1
             return give(kept)
 
         return pack, unpack
 
     return answer
+
+
+def counting_anew(counts):
+    pack, unpack = counting(counts)
+    return lambda tensor: counts.update(unpacked=0) or pack(tensor), unpack
 
 
 def counting_distinct(counts):
@@ -333,7 +338,7 @@ COUNTING = Exercise(
         "never_freed": _booking(keep=lambda tensor: tensor),
         "wrong_bytes": _booking(size=Tensor.numel),
         "other_bytes": _booking(size=lambda tensor: len(tensor) * tensor.element_size()),
-        "wrong_unpacked": _booking(unpacked=0),
+        "wrong_unpacked": counting_anew,
         "wrong_packed": counting_distinct,
         "kept_elsewhere": counting_in_a_list,
         "empty_books": lambda counts: counting({}),
@@ -515,6 +520,11 @@ def _examine_edited(pair_of):
     with saved_tensors_hooks(*_two(pair_of())):
         y = h.sin()
     y.sum().backward(retain_graph=True)
+    _again(y.sum())
+    h = x * 2
+    with saved_tensors_hooks(*_two(pair_of())):
+        y = h.sin()
+    y.sum().backward(retain_graph=True)
     h += 1
     _must_raise(
         y,
@@ -636,6 +646,16 @@ def checked_on_a_copy(pack, unpack):
     return checked(lambda tensor: pack(tensor.clone()), unpack)
 
 
+def emptied(pair_of):
+    """A wrong answer that can give back what it has packed once only."""
+
+    def answer(*given):
+        pack, unpack = pair_of(*given)
+        return lambda tensor: [pack(tensor)], lambda packed: unpack(packed.pop())
+
+    return answer
+
+
 _LATEST: dict[str, Any] = {}
 
 
@@ -662,6 +682,7 @@ CHECKED = Exercise(
         "mixed_up": checked_with_one_version,
         "never_freed": checked_on(lambda tensor: tensor),
         "other_error": checked_on(torch.detach, error=AssertionError),
+        "unpacked_once": emptied(checked),
         "checked_once": checked_the_first_time,
         "other_result": checked_without_its_result,
         "other_tensor": checked_on_a_copy,
@@ -673,16 +694,6 @@ CHECKED = Exercise(
     zh="任何一对钩子都能用上它：改写过就报错，没改写过就不打扰。",
     en="Any pair can have it: an edit raises, and where there is none nobody is disturbed.",
 )
-
-
-def emptied(pair_of):
-    """A wrong answer that can give back what it has packed once only."""
-
-    def answer(*given):
-        pack, unpack = pair_of(*given)
-        return lambda tensor: [pack(tensor)], lambda packed: unpack(packed.pop())
-
-    return answer
 
 
 # ---- 32.C: half precision, but not for what lives anyway ----

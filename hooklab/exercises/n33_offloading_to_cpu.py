@@ -8,6 +8,7 @@ import sys
 import weakref
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +203,7 @@ class _Counting:
             self.content = tensor.detach().clone()
 
     def __init__(self):
-        self.written, self.slots, self.flat = [], [], True
+        self.written, self.slots, self.given, self.flat = [], [], [], True
 
     def write(self, tensor):
         self.flat = self.flat and tensor.dim() == 1
@@ -212,7 +213,9 @@ class _Counting:
         return slot
 
     def read(self, slot):
-        return slot.content
+        content = slot.content.clone()
+        self.given.append(weakref.ref(content.untyped_storage()))
+        return content
 
     @property
     def alive(self):
@@ -688,7 +691,7 @@ def examine_zeros_store(answer):
         )
     source.fill_(7)  # what the memory is used for next
     _examine_back(store.read(slot), content, "half", source)
-    _examine_two(store, slot, content)
+    _examine_two(store, slot, content, torch.tensor([0.0, 1.0, 2.0]))
     del slot
     one, other = (store.write(torch.tensor([0.0, number])) for number in (1.0, 2.0))
     got = store.read(one)
@@ -703,9 +706,10 @@ def examine_zeros_store(answer):
     del one, other, got
     _examine_size(answer(), content)
     _examine_others(store)
+    _examine_two(store, store.write(content), content, torch.tensor([0, 3]))
 
 
-def _examine_back(got, want, which, source=None):
+def _examine_back(got, want, which, source):
     words = {
         "half": ("一半是 0 的张量", "a tensor half of whose elements are 0"),
         "signs": ("含有 `-0.0` 和 `nan` 的张量", "a tensor with `-0.0` and `nan` in it"),
@@ -720,6 +724,7 @@ def _examine_back(got, want, which, source=None):
         "int64": ("`torch.int64` 的张量", "a tensor of `torch.int64`"),
         "bool": ("`torch.bool` 的张量", "a tensor of `torch.bool`"),
         "bfloat16": ("`torch.bfloat16` 的张量", "a tensor of `torch.bfloat16`"),
+        "complex128": ("`torch.complex128` 的张量", "a tensor of `torch.complex128`"),
     }[which]
     if not isinstance(got, Tensor):
         refuse(
@@ -735,7 +740,7 @@ def _examine_back(got, want, which, source=None):
         )
     if torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)):
         return
-    if source is not None and (got == 7).any():
+    if (got == 7).any() or torch.equal(got, source):
         refuse(
             "shares_memory",
             zh="写入以后，原来那块内存改作他用，读回来的值也跟着变了：`slot` 还与它共用内存，搬走就没有意义。",
@@ -767,11 +772,11 @@ def _examine_back(got, want, which, source=None):
     )
 
 
-def _examine_two(store, slot, content):
-    store.write(torch.tensor([0.0, 1.0, 2.0]))
+def _examine_two(store, slot, content, second):
+    store.write(second)
     try:
         same = torch.equal(store.read(slot), content)
-    except RuntimeError:
+    except Exception:
         same = False
     if not same:
         refuse(
@@ -847,10 +852,14 @@ def _examine_others(store):
         "bfloat16": torch.tensor([0.0, 1.5, 0.0, -2.0], dtype=torch.bfloat16),
         "float64": torch.tensor([0.0, -0.0, 1.5], dtype=torch.float64),
         "signs of bfloat16": torch.tensor([0.0, -0.0, 1.5], dtype=torch.bfloat16),
+        "complex128": torch.tensor([0, 1 - 2j, 0], dtype=torch.complex128),
     }
     for name, tensor in others.items():
+        source = tensor.clone()
         try:
-            got = store.read(store.write(tensor.clone()))
+            slot = store.write(source)
+            source.fill_(7)
+            got = store.read(slot)
         except Exception as error:
             refuse(
                 "other_dtypes",
@@ -858,7 +867,7 @@ def _examine_others(store):
                 en=f"A `float32` tensor half of whose elements are 0 is fine; with the tensor `{tensor.tolist()}` of `{tensor.dtype}` "
                 f"your code raised `{said(error)}`.",
             )
-        _examine_back(got, tensor, name)
+        _examine_back(got, tensor, name, source)
 
 
 def _store(write, read):
@@ -1009,6 +1018,13 @@ def pack_views(store):
 def examine_pack_views(answer):
     store = _Counting()
     pack = answer(store)
+    if not callable(pack):
+        refuse(
+            "no_pack_function",
+            zh=f"应当返回一个打包函数，得到的是 `{type(pack).__name__}`。解包不必另写：打包函数返回的，就是还回张量的函数。",
+            en=f"A pack function is wanted; found a `{type(pack).__name__}`. No unpack is needed: what the pack function returns is "
+            "itself the function that gives the tensor back.",
+        )
     matrix = torch.arange(16.0)[2:14].detach().view(3, 4)  # its storage begins before it, and ends after it
     views = {
         "matrix": matrix,
@@ -1027,6 +1043,13 @@ def examine_pack_views(answer):
     _examine_written_whole(store, nbytes)
     for (name, view), values, give_back in zip(views.items(), want, packed, strict=True):
         _examine_view(name, give_back, view, values)
+        if wrong := _not_back(give_back, values):
+            refuse(
+                "given_once",
+                zh=f"还回张量的函数应当可以反复调用，调用一次之后 `slot` 也还要在。`{name}` 的那一个，第二次调用就不对了：`{wrong}`。",
+                en="The function that gives the tensor back may be called again and again; after one call the `slot` should still be "
+                f"there. That of `{name}` goes wrong at the second call: `{wrong}`.",
+            )
     _examine_moves(store, len(views), written)
     _examine_version(pack, store, matrix)
     _examine_dropped(answer)
@@ -1245,6 +1268,15 @@ def _examine_leaks(answer):
             zh="打包以后，原来的张量已经删掉，它的存储却还在内存里：什么也没腾出来。",
             en="The tensor that was packed has been deleted, but its storage is still in memory: no room was gained.",
         )
+    packed()
+    gc.collect()
+    if any(given() is not None for given in store.given):
+        refuse(
+            "keeps_copy",
+            zh="还回来的张量已经没人要了，内容却还留在内存里，什么也没腾出来：内容应当只在 `store` 里，每次调用再读。",
+            en="Nobody wants the tensor that was given back any more, yet its content is still in memory, and no room was gained: it "
+            "should be in `store` only, and be read at every call.",
+        )
     del packed
     kept = torch.ones(8)  # the tensor stays, what was packed goes
     packed = pack(kept)
@@ -1317,6 +1349,11 @@ def given_back_once(store):
         return give_back_once
 
     return once
+
+
+def read_once(store):
+    pack = pack_views(store)
+    return lambda tensor: cache(pack(tensor))
 
 
 NOTES = weakref.WeakKeyDictionary()
@@ -1448,7 +1485,10 @@ VIEWS = Exercise(
         "moved_again": first_version,
         "not_callable": lambda store: lambda tensor: store.write(tensor.flatten()),
         "other_shape": flattened,
-        "several": given_back_once,
+        "given_once": given_back_once,
+        "several": _views(flat=lambda tensor: torch.empty(0).set_(tensor.untyped_storage())),
+        "no_pack_function": lambda store: (pack_views(store), store.read),
+        "keeps_copy": read_once,
         "last_storage_only": _views(key=lambda storage: 0),
         "shared_notes": notes_for_all,
         "latest_call": views_in_the_latest,

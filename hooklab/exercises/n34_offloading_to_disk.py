@@ -7,7 +7,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import MutableMapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from threading import Thread
 from unittest.mock import patch
@@ -89,6 +89,25 @@ def examine_disk_hooks(answer):
                 other.write("somebody else's")
         _examine_files(answer, folder)
         gc.collect()
+        if left := _open_in(folder):
+            refuse(
+                "left_open",
+                zh=f"打包过的都释放以后，还多开着 {left} 个文件描述符：`mkstemp` 返回的描述符要自己关。",
+                en=f"After all that was packed has been released, {left} more file descriptors are open than before: the one that "
+                "`mkstemp` returns is yours to close.",
+            )
+
+
+DESCRIPTORS = "/proc/self/fd"  # on Linux
+
+
+def _open_in(folder):
+    """How many file descriptors of this process are those of files in the folder, deleted or not."""
+    found = []
+    for number in os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ():
+        with suppress(OSError):  # the one that reads the list is closed by now
+            found.append(os.readlink(os.path.join(DESCRIPTORS, number)))
+    return sum(name.startswith(os.path.realpath(folder)) for name in found)
 
 
 def _examine_files(answer, folder):
@@ -107,7 +126,7 @@ def _examine_files(answer, folder):
         refuse(
             "same_name",
             zh=f"前向打包了 4 次，文件只有 {written} 个：有几次用的是同一个文件。",
-            en=f"Forward packed 4 times, but there are {written} files: one file was used for several packings.",
+            en=f"Forward packed 4 times, but the number of files is {written}: several packings used the same one.",
         )
     first = z.grad_fn._saved_self
     try:
@@ -255,6 +274,7 @@ def _examine_size(pair, folder):
     storage = weakref.ref(alone.untyped_storage())
     packed = pack(alone)
     del alone
+    unpack(packed)
     gc.collect()
     if (
         any(isinstance(part, Tensor) and (part == 20_240.5).sum() == 10 for part in within((pair, packed)))
@@ -263,9 +283,9 @@ def _examine_size(pair, folder):
         del packed
         refuse(
             "copy_in_memory",
-            zh="文件写了，但打包返回的东西里，或者钩子够得着的地方，还有一份同样内容的张量：内存一点没省。",
-            en="The file is written, but in what pack returns, or where the hooks reach, there is a tensor of the same content: no "
-            "memory is saved.",
+            zh="文件写了，可是打包、再解包一次以后，打包返回的东西里，或者钩子够得着的地方，还有一份同样内容的张量：内存一点没省。",
+            en="The file is written, but after packing, and unpacking once, there is a tensor of the same content in what pack returns, or "
+            "where the hooks reach: no memory is saved.",
         )
     if storage() is not None:
         del packed
@@ -344,9 +364,25 @@ def _holding(folder):
     return lambda saved: (pack(saved), saved.detach()), lambda packed: unpack(packed[0])
 
 
-def _holding_a_copy(folder):
-    pack = _to_files(folder)[0]
-    return lambda saved: (pack(saved), saved.clone()), lambda packed: packed[1]
+def _loaded_once(folder):
+    pack, unpack = _to_files(folder)
+
+    def load(file):
+        if not hasattr(file, "content"):
+            file.content = unpack(file)
+        return file.content
+
+    return pack, load
+
+
+def _by_mkstemp(folder):
+    class File:
+        def __init__(self, saved):
+            _, self.name = tempfile.mkstemp(dir=folder)
+            torch.save(saved.detach().clone(), self.name)
+            weakref.finalize(self, os.remove, self.name)
+
+    return File, lambda file: torch.load(file.name, weights_only=True)
 
 
 def _numbers_alone(folder):
@@ -400,7 +436,8 @@ DISK_HOOKS = Exercise(
             remove=lambda name: [os.remove(os.path.join(folder, other)) for other in os.listdir(folder)],
         ),
         "kept_in_memory": _holding,
-        "copy_in_memory": _holding_a_copy,
+        "copy_in_memory": _loaded_once,
+        **({"left_open": _by_mkstemp} if os.path.isdir(DESCRIPTORS) else {}),
         "other_kinds": _numbers_alone,
         "no_file": _in_memory,
         "wrong_values": lambda folder: _to_files(folder, keep=lambda saved: saved.half()),
@@ -1295,6 +1332,18 @@ class _Seen:
         return run(), self.writes[before:]
 
 
+class _Attention(nn.MultiheadAttention):
+    """Saves a buffer of its own, of 4,096 bytes."""
+
+    def __init__(self):
+        super().__init__(8, 2, batch_first=True)
+        self.register_buffer("gains", torch.rand(16, 8, 8))
+
+    def forward(self, *args, **kwargs):
+        output, weights = super().forward(*args, **kwargs)
+        return output * self.gains, weights
+
+
 class _Failing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1336,7 +1385,7 @@ def _saves_outside():
 
 def _examine_wrapper(answer, folder, seen):
     torch.manual_seed(0)
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = _Attention()
     query, memory = torch.randn(16, 8, 8), torch.randn(16, 10, 8)
     want = _attend(model, model, query, memory)
     _, wanted = seen.during(lambda: _attend(save_to_disk(model, folder), model, query, memory))
@@ -1384,12 +1433,30 @@ def _examine_wrapper(answer, folder, seen):
 
 def _examine_two_wrappers(answer, folder, seen):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
-        first = answer(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), folder)
-        answer(nn.Linear(64, 64), elsewhere)
-        _, writes = seen.during(lambda: first(torch.ones(64, 64)).sum().backward())
+        wrapped = [
+            answer(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), where) for where in (folder, elsewhere)
+        ]
+        first, second = (
+            {
+                where
+                for where, _, _ in seen.during(lambda run=run: run(torch.ones(64, 64)).sum().backward())[1]
+            }
+            for run in wrapped
+        )
+        del wrapped
         gc.collect()
-    if any(where != folder for where, _, _ in writes):
+    if first - {folder}:
         _refuse_latest()
+    if second - {elsewhere}:
+        _refuse_folder()
+
+
+def _refuse_folder():
+    refuse(
+        "wrong_folder",
+        zh="写是写了，文件却不是直接在给你的 `folder` 里。",
+        en="It was written, but to a file that is not directly in the `folder` that was given.",
+    )
 
 
 def _examine_module(wrapped, model):
@@ -1441,17 +1508,13 @@ def _examine_writes(writes, model, folder):
             "where does it go?",
         )
     if {where for where, _, _ in writes} != {folder}:
-        refuse(
-            "wrong_folder",
-            zh="写是写了，文件却不是直接在给你的 `folder` 里。",
-            en="It was written, but to a file that is not directly in the `folder` that was given.",
-        )
-    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+        _refuse_folder()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     if moved := len({place for _, place, _ in writes} & own):
         refuse(
-            "moved_parameters",
-            zh=f"写进文件的还有模块的参数（{moved} 个）：它们本来就一直在内存里。",
-            en=f"Parameters of the module were written too ({moved} of them): they are in memory anyway.",
+            "moved_own",
+            zh=f"写进文件的还有模块自己的参数或缓冲区（{moved} 个）：它们本来就一直在内存里。",
+            en=f"Parameters or buffers of the module were written too ({moved} of them): they are in memory anyway.",
         )
     if (smallest := min(nbytes for _, _, nbytes in writes)) < 4096:
         refuse(
@@ -1640,12 +1703,21 @@ class _OneBuffer(_Wrapper):
 
 
 class _BareHooks(_Wrapper):
+    """Leaves the parameters where they are, and takes the buffers."""
+
     def context(self):
         disk = Disk(self.folder)
-        return saved_tensors_hooks(
-            lambda saved: (disk.write(saved), saved.shape),
-            lambda packed: disk.read(packed[0]).view(packed[1]),
-        )
+        own = {param.untyped_storage().data_ptr() for param in self.module.parameters()}
+
+        def pack(saved):
+            kept = saved.untyped_storage().data_ptr() in own
+            return (None, saved.detach()) if kept else (disk.write(saved), saved.shape)
+
+        def unpack(packed):
+            slot, given = packed
+            return given if slot is None else disk.read(slot).view(given)
+
+        return saved_tensors_hooks(pack, unpack)
 
 
 class _OffByOne(_Wrapper):
@@ -1738,7 +1810,7 @@ SAVE_TO_DISK = Exercise(
         "other_thread": _OpenedOnce,
         "left_open": _NeverClosed,
         "left_after_error": _ClosedIfAllGoesWell,
-        "moved_parameters": _BareHooks,
+        "moved_own": _BareHooks,
         "skipped_hooks": _CallsForward,
         "forward_returned_nothing": _NoReturn,
         "no_graph": _Detached,

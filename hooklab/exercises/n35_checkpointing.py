@@ -738,8 +738,8 @@ def examine_frugal(answer):
 
 def _examine_next(answer):
     """A backward has taken a part of what was recomputed; then comes another block."""
-    block, x = _new()
-    torch.autograd.grad(answer(block, x).sum(), block.linears[1].weight)
+    first, x = _new()
+    torch.autograd.grad(answer(first, x).sum(), first.linears[1].weight)
     block, x = _Block(layers=1), torch.randn(5, 4, requires_grad=True)
     want = torch.autograd.grad(block(x).sum(), list(block.parameters()))
     try:
@@ -753,6 +753,7 @@ def _examine_next(answer):
             en="Of a first `block` only the gradient of a layer in the middle was asked for; with another `block` after that the gradients "
             "are wrong: what was left of the first is still there. Where is it stored?",
         )
+    _examine_freed(first)
 
 
 def _examine_partial(answer, true):
@@ -846,6 +847,20 @@ def frugal_in_a_global(block, x):
         return block(x)
 
 
+def frugal_with_graphs(block, x):
+    again, number = {}, itertools.count()
+
+    def unpack(index):
+        if index not in again:
+            fresh = itertools.count()
+            with torch.enable_grad(), saved_tensors_hooks(lambda t: again.update({next(fresh): t}), print):
+                block(x)
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
+
+
 def runs_before(block, x):
     with torch.no_grad():
         block(x)
@@ -860,6 +875,7 @@ FRUGAL = Exercise(
         "kept_recomputed": forgets,
         "freed_at_the_end": frees_at_the_end,
         "mixed_up": the_last_block,
+        "leaked": frugal_with_graphs,
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "recomputed_often": recomputes_each_time,
         "partial_backward": frugal_if_empty,
@@ -1007,7 +1023,8 @@ def _examine_two_backwards(answer):
 def _examine_step(name, make, count, answer):
     want = _forwards_then_backward(make, count, None)
     got = _forwards_then_backward(make, count, answer)
-    where_zh, where_en = f"{name}，{count} 次前向之后反向", f"{name}, backward after {count} forward"
+    where_zh = f"{name}，{count} 次前向之后反向"
+    where_en = f"{name}, backward after {count} {'forward' if count == 1 else 'forwards'}"
     if not _same(got.middle, want.middle):
         refuse(
             "forward_changed",
