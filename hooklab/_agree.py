@@ -13,8 +13,15 @@ __all__ = ["agree", "as_meant", "shown"]
 # Of a Chinese keyboard or a web page; NFKC knows the full-width ones.
 SIGNS = str.maketrans(dict.fromkeys("“”„「」『』", '"') | dict.fromkeys("‘’", "'") | {"\N{MINUS SIGN}": "-"})
 BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
-# A number with the word for what is counted. Units that have a size are no such words.
-COUNTED = re.compile(r"([+-]?[\d.]+) ?(?:次|个|遍|层|倍|times?|[x×])", re.IGNORECASE)
+# A number with the word for what is counted. Units that have a size, but for the byte, are no such words.
+COUNTED = re.compile(
+    r"([+-]?[\d.]+|[零一二两三四五六七八九十]) ?(?:[次个遍层倍条行项块种份]|字节|times?|bytes?|rows?|lines?|[x×])?",
+    re.IGNORECASE,
+)
+NUMERALS = {word: str(number) for number, word in enumerate("零一二三四五六七八九十")} | {"两": "2"}
+PERCENT = re.compile(r"([+-]?\d+\.?\d*) ?%")
+ANSWERS = {True: ("是", "会", "有", "对", "yes"), False: ("不是", "不会", "没有", "不对", "否", "no")}
+FAILS = "报错", "会报错", "出错", "会出错", "raises", "an error"  # for "error"
 FRACTION = re.compile(r"([+-]?\d+\.?\d*)\s*/\s*(\d+\.?\d*)")
 
 
@@ -29,10 +36,15 @@ def agree(guess: Any, actual: Any) -> bool:
         if not actual and str(guess).casefold() in ("nothing", "none", "空集", "无", "没有"):
             return True
         return {str(item).casefold() for item in actual} in _names(guess)
+    if isinstance(actual, bool) and isinstance(guess, str) and guess.casefold() in ANSWERS[actual]:
+        return True
+    if actual == "error" and str(guess).casefold() in FAILS:
+        return True
     if isinstance(actual, str):
         return _as_text(guess).casefold() == actual.strip().casefold()
     if isinstance(guess, str):
-        guess = _literal(guess)
+        # Where a whole number was asked for, it counts percent.
+        guess = _literal(guess.removesuffix("%") if isinstance(actual, int) else guess)
     if isinstance(actual, list | tuple):
         return _in_order(guess, actual)
     if isinstance(guess, list | tuple | set | frozenset) and len(guess) == 1:
@@ -88,9 +100,11 @@ def _typed(text: str) -> str:
 
 
 def _literal(text: str) -> Any:
-    """What a guess in quotes would be without them: "[1, 2]", "true", "None", "1/3", "2 次"."""
+    """What a guess in quotes would be without them: "[1, 2]", "true", "None", "1/3", "50%", "两次"."""
     if counted := COUNTED.fullmatch(text):
-        text = counted[1]
+        text = NUMERALS.get(counted[1], counted[1])
+    if percent := PERCENT.fullmatch(text):
+        return float(percent[1]) / 100
     if (parts := FRACTION.fullmatch(text)) and float(parts[2]):
         return float(parts[1]) / float(parts[2])
     try:

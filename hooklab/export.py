@@ -6,15 +6,19 @@ Source: [preprocessors](https://nbconvert.readthedocs.io/en/latest/nbconvert_lib
 """
 
 import re
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from nbconvert.preprocessors import Preprocessor
 from nbformat import NotebookNode
 
+from hooklab._message import Message
+
 __all__ = ["Both", "Chinese", "English"]
 
 # `## 3 中文 · English`; code in a fence, whose lines may look like it, is matched first and left alone.
 HEADING = re.compile(r"^(`{3,}|~{3,})[\s\S]*?^\1|^(#+ (?:[\d.]+ )?)(.+?) · (.+)$", re.MULTILINE)
+PREDICTS = re.compile(r"check\.predict\(\"([^\"]+)\"")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 DIV = re.compile(r"<(/?)div\b[^>]*>\n*")
 
@@ -28,15 +32,19 @@ STYLE = """
 
 
 class Both(Preprocessor):
-    """Both languages, as they are; slides get a style of their own."""
+    """Both languages, as they are; slides get a style of their own, and below a guess what there is to learn."""
 
     def preprocess(
         self, notebook: NotebookNode, resources: dict[str, Any]
     ) -> tuple[NotebookNode, dict[str, Any]]:
         """The notebook for its exporter, and the resources as they were."""
-        notebook, resources = super().preprocess(notebook, resources)
+        slides = resources.get("output_extension") == ".slides.html"
+        if slides:
+            for cell in notebook.cells:
+                _answer(cell)
         prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
-        if prose and resources.get("output_extension") == ".slides.html":
+        notebook, resources = super().preprocess(notebook, resources)
+        if prose and slides:
             prose[0].source += STYLE
         return notebook, resources
 
@@ -47,11 +55,40 @@ class Both(Preprocessor):
         return cell, resources
 
 
+def _answer(cell: NotebookNode) -> None:
+    """On a slide nobody can be told to type: the explanation of a guess takes that place; below an exercise nothing."""
+    if not any(
+        "hooklab-todo" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", ())
+    ):
+        return
+    predicted = PREDICTS.search(cell.source)
+    if predicted is None:
+        cell.outputs = []
+        return
+    from hooklab.exercises import check  # which takes a while
+
+    with suppress(KeyError):  # of somebody else
+        question = check._find(predicted[1], check.Prediction)
+        said = Message("note", question.zh, question.en)
+        cell.outputs[0].data = {"text/html": said._repr_html_(), "text/plain": repr(said)}
+
+
 class OneLanguage(Both):
     """Leaves one language in prose, headings and messages; code and what it prints are for all."""
 
     other: ClassVar[str]  # the value of `lang` that goes
+    language: ClassVar[str]  # of the page
     half: ClassVar[int]  # of a heading, the one that stays
+
+    def preprocess(
+        self, notebook: NotebookNode, resources: dict[str, Any]
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The notebook in one language, and the resources with that language and the title in it."""
+        title = HEADING.match(notebook.cells[0].source) if notebook.cells else None
+        resources["language_code"] = self.language
+        if title is not None and "metadata" in resources:
+            resources["metadata"]["name"] = self._heading(title).lstrip("# ")
+        return super().preprocess(notebook, resources)
 
     def preprocess_cell(
         self, cell: NotebookNode, resources: dict[str, Any], index: int
@@ -85,10 +122,10 @@ class OneLanguage(Both):
 class Chinese(OneLanguage):
     """Without English."""
 
-    other, half = "en", 0
+    other, half, language = "en", 0, "zh-CN"
 
 
 class English(OneLanguage):
     """Without Chinese."""
 
-    other, half = "zh", 1
+    other, half, language = "zh", 1, "en"

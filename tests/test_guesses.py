@@ -41,7 +41,12 @@ ALIVE = [False, False, True, False]  # 31.1
         *[(guess, ALIVE) for guess in ("False，False，True，False", ["false", "False", "true", False])],
         ("false, false, true, false", ALIVE),
         *[(guess, set()) for guess in ("nothing", "Nothing", "空集", "没有", set())],
-        *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x", "2×", "2倍", "2 Times")],
+        *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x", "2×", "2倍", "2 Times", "两行", "二", "2 rows")],
+        *[(guess, 0.5) for guess in ("50%", "50 ％", "1/2")],
+        *[(guess, 50) for guess in ("50%", "50")],
+        *[(guess, True) for guess in ("是", "会", "对", "Yes", "true")],
+        *[(guess, False) for guess in ("不会", "不是", "没有", "no")],
+        *[(guess, "error") for guess in ("报错", "会报错", "Error", "raises")],
     ],
 )  # fmt: skip
 def test_a_right_guess_in_another_dress(guess, actual):
@@ -52,7 +57,10 @@ def test_a_right_guess_in_another_dress(guess, actual):
     ("guess", "actual"),
     [
         *[(guess, 1) for guess in ({2}, {1, 2}, [1, 1], [], {}, set(), "{2}", "{1, 2}", True, {True}, "1.5", "1/2", "1/0")],
-        *[(guess, 2) for guess in ("3次", "次", "2 GB", "2 或 3 次", "2 3次")],
+        *[(guess, 2) for guess in ("3次", "次", "2 GB", "2 或 3 次", "2 3次", "三", "是", "两三次", "200%")],
+        *[(guess, 0.5) for guess in ("5%", "一半次")],
+        *[(guess, True) for guess in ("不会", "no", "会不会", "1")],
+        ("报错", "none"),
         *[(guess, FIRE) for guess in ("空集", set())],
         *[(guess, 100) for guess in (101, [101], {101}, "101")],  # whole numbers agree exactly
         *[(guess, 0.25) for guess in ({0.5}, "1/3", "4/1", "-1/4", "1/0")],

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from html import unescape
 from pathlib import Path
 
 import nbformat
@@ -18,6 +19,7 @@ from notebook_rules import LINK
 from traitlets.config import Config
 
 import hooklab
+from hooklab.exercises import check
 from hooklab.export import Chinese, English
 
 ROOT = notebook_form.ROOT
@@ -229,10 +231,13 @@ def test_slides_scroll_and_wrap_and_fold(language):
 @pytest.mark.parametrize("language", ["Chinese", "English"])
 def test_slides_in_one_language_hold_nothing_of_the_other(language):
     """As the README says: a column for every section all the same, and every message of a check."""
-    config = Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{language}"]}})
     source = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
-    html, _ = SlidesExporter(config=config).from_filename(str(source))
-    both, _ = SLIDES.from_filename(str(source))
+    html, both = (
+        SlidesExporter(
+            config=Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{name}"]}})
+        ).from_filename(str(source))[0]
+        for name in (language, "Both")
+    )
     page, whole = (
         re.sub("<(style|script).*?</\\1>|<[^>]+>", "", text.partition("<body")[2], flags=re.DOTALL)
         for text in (html, both)
@@ -246,6 +251,24 @@ def test_slides_in_one_language_hold_nothing_of_the_other(language):
     assert (english in page) == (language == "English")
     assert ("11 读取梯度" in page) == (language == "Chinese")
     assert ("11 Reading gradients" in page) == (language == "English")
+    assert '<html lang="{}">'.format({"Chinese": "zh-CN", "English": "en"}[language]) in html
+    title = {"Chinese": "11 读取梯度", "English": "11 Reading gradients"}[language]
+    assert f"<title>{title} slides</title>" in html
+
+
+def test_a_slide_below_a_guess_has_the_explanation_and_below_an_exercise_nothing():
+    source = str(notebook_form.NOTEBOOKS / "12_changing_gradients.ipynb")
+    config = Config({"SlidesExporter": {"preprocessors": ["hooklab.export.English"]}})
+    html, _ = SlidesExporter(config=config).from_filename(source)
+    text = " ".join(re.sub("<[^>]+>", "", html).split())
+    predicted = [check._find(f"12.{number}", check.Prediction) for number in range(1, 5)]
+    for question in predicted:
+        assert " ".join(question.en.replace("`", "").split()) in unescape(text)
+    assert "Not attempted yet" not in text
+    script, _ = ScriptExporter(config=Config({"ScriptExporter": config["SlidesExporter"]})).from_filename(
+        source
+    )
+    assert "check.predict(" in script
 
 
 @pytest.mark.parametrize(
