@@ -28,22 +28,28 @@ help:
 	@echo "make bench          measure speed against the budgets"
 
 .tools/bin/uv:
-	@echo "hooklab: installing uv into .tools/ (once, a few seconds) ..."
+	@echo "hooklab: 正在把 uv 装进 .tools/（只装一次，几秒钟）…… installing uv into .tools/ (once, a few seconds) ..."
 	@{ $(PYTHON) -m venv .tools && .tools/bin/python -m pip install -q uv; } >/dev/null 2>&1 \
 	  || { $(PYTHON) -m pip install -q --target .tools/lib uv && mkdir -p .tools/bin && ln -sf ../lib/bin/uv .tools/bin/uv; } >/dev/null 2>&1 \
-	  || { rm -rf .tools; echo "hooklab: $(PYTHON) can neither make an environment (venv) nor install (pip), or there is no network."; \
+	  || { rm -rf .tools; \
+	       echo "hooklab: $(PYTHON) 既建不了环境（venv），也装不了包（pip），或者没有网络。请自己安装 uv（不需要 root），再运行 make。"; \
+	       echo "hooklab: $(PYTHON) can neither make an environment (venv) nor install (pip), or there is no network."; \
 	       echo "         Install uv by hand, no root needed: https://docs.astral.sh/uv/ , then run make again."; exit 1; }
 
 $(READY): pyproject.toml hooklab/lab_defaults.json $(wildcard hooklab/labextension/* hooklab/labextension/*/* hooklab/labextension/*/*/*) | $(UV_NEEDED)
+	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 .venv（第一次要几分钟，Linux 上约 5 GB）……"
 	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (some minutes the first time, about 5 GB on Linux) ..."
-	@$(UV) sync --quiet
+	@$(UV) sync || { \
+	  echo "hooklab: 安装中断，原因见上面几行。再运行一次 make 即可，下载过的不会重来；下载慢，就先在 UV_DEFAULT_INDEX 里设镜像。"; \
+	  echo "hooklab: the installation stopped, for the reason above. Run make again: what has been downloaded is kept;"; \
+	  echo "         where downloads are slow, set a mirror in UV_DEFAULT_INDEX first."; exit 1; }
 	@touch $@
 
 # Root must say --allow-root; where no browser can open, JupyterLab prints the address instead.
 lab: $(READY)
 	@flags=""; [ "$$(id -u)" != 0 ] || flags="--allow-root"; \
 	if [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY$$BROWSER" ]; then \
-	  flags="$$flags --no-browser"; echo "hooklab: no screen here; open the address that JupyterLab prints below."; fi; \
+	  flags="$$flags --no-browser"; echo "hooklab: 这台机器没有屏幕，请打开下面 JupyterLab 打印的地址。no screen here; open the address that JupyterLab prints below."; fi; \
 	exec $(RUN) $(LAB) $$flags
 
 test: $(READY)
