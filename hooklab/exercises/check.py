@@ -217,7 +217,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
 def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
     """Refuse `got` unless it is a tensor with the shape, dtype and values of `want`."""
     begin, what_zh = what_en[0].upper() + what_en[1:], what_zh.strip()
-    before, after = (" " if one.isascii() else "" for one in (what_zh[0], what_zh[-1]))
+    after = " " if what_zh[-1].isascii() else ""
     if not isinstance(got, Tensor):
         refuse(
             "wrong_type",
@@ -238,7 +238,7 @@ def expect_like(got: Any, want: Tensor, what_zh: str, what_en: str) -> None:
     if not torch.allclose(got.detach(), want, rtol=1e-4, atol=1e-6, equal_nan=True):
         refuse(
             "wrong_values",
-            zh=f"形状没错，但{before}{what_zh}{after}的数值不对。挑一个能手算的小张量，把结果打印出来看看。",
+            zh=f"{what_zh}{after}形状没错，数值不对。挑一个能手算的小张量，把结果打印出来看看。",
             en=f"The shape is right, the values of {what_en} are not. Print them for a small tensor you can do by hand.",
         )
 

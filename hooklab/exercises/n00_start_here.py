@@ -81,6 +81,13 @@ class _Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
+        if not isinstance(hidden, Tensor):
+            refuse(
+                "replaced_output",
+                zh=f"你的钩子返回了值（`{type(hidden).__name__}`），它顶替了 `inner` 的输出：只看不改，就不要返回。看第 6 节。",
+                en=f"Your hook returned a value (`{type(hidden).__name__}`), and it took the place of the output of `inner`: to look only, "
+                "return nothing. See section 6.",
+            )
         if self.fails:
             raise ValueError("this model always fails")
         return self.head(hidden)
@@ -118,6 +125,12 @@ def _examine_run(got, calls, want, model, name, inside):
             "not_a_pair",
             zh=f"应当返回一对值 `(output, shape)`，得到的是 `{type(got).__name__}`。",
             en=f"Return a pair `(output, shape)`; found `{type(got).__name__}`.",
+        )
+    if not any(isinstance(one, Tensor) for one in got) and tuple(got) == inside:
+        refuse(
+            "shape_alone",
+            zh=f"只返回了形状 `{inside}`：应当返回一对值 `(output, shape)`。",
+            en=f"Only the shape `{inside}` was returned; return a pair `(output, shape)`.",
         )
     output, shape = got
     if isinstance(shape, Tensor) and isinstance(output, tuple):
@@ -310,7 +323,9 @@ PEEK = Exercise(
         "forward_replaced": forward_replaced,
         "another_error": another_error,
         "removed_others": removed_others,
-        "raised": returned_the_shape,
+        "replaced_output": returned_the_shape,
+        "shape_alone": lambda model, name, x: peek(model, name, x)[1],
+        "raised": lambda model, name, x: peek(model, name, x.shape),
         "wrong_call_count": called_forward,
         "detached": detached,
         "direct_children": direct_children,

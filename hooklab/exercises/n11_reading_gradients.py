@@ -374,6 +374,13 @@ def examine_without_gradient(answer):
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other[0](torch.randn(4, 2)).sum().backward()
     found = answer(other)
+    if other[1].weight.grad is not None:
+        refuse(
+            "ran_backward",
+            zh="反向已经由调用者跑过了；你的函数又跑了一遍，`1.weight` 本来没有 `.grad`，现在有了。只看，不要再跑。",
+            en="The caller has run backward already; your function ran it again, and `1.weight`, which had no `.grad`, now has one. "
+            "Only look.",
+        )
     if sorted(found) != ["1.bias", "1.weight"]:
         refuse(
             "one_model_only",
@@ -439,6 +446,11 @@ def fills_with_zeros(model):
     return names
 
 
+def run_again(model):
+    model(torch.ones(1, 2)).sum().backward()
+    return without_gradient(model)
+
+
 def named(model, is_listed):
     return [name for name, param in model.named_parameters() if is_listed(param)]
 
@@ -451,6 +463,7 @@ WITHOUT_GRADIENT = Exercise(
         "data_grad": lambda model: named(model, lambda param: param.data.grad is None),
         "zero_counted": lambda model: named(model, lambda param: param.grad is None or not param.grad.any()),
         "frozen_counted": lambda model: named(model, lambda param: param.grad is None),
+        "ran_backward": run_again,
         "one_model_only": lambda model: ["forgotten.weight", "forgotten.bias", "own"],
         "missed": lambda model: [name for name in without_gradient(model) if name.endswith("weight")],
         "missed_own": by_layers,

@@ -147,9 +147,9 @@ def _examine_rest(args, kwargs, mask):
     if len(args) != 1:
         refuse(
             "rest_lost",
-            zh=f"调用时还有第二个位置参数，`forward` 收到的其余位置参数却有 {len(args)} 个。返回的值顶替的是什么？看第 7 节。",
-            en=f"The call had a second positional argument; of the others `forward` was given {len(args)}. What does a returned value "
-            "replace? See section 7.",
+            zh=f"调用时传了 2 个位置参数，`forward` 收到的却有 {len(args) + 1} 个。返回的值顶替的是什么？看第 7 节。",
+            en=f"The call had 2 positional arguments; `forward` was given {len(args) + 1}. What does a returned value replace? See "
+            "section 7.",
         )
     if len(kwargs) != 1 or kwargs.get("keep") is not KEEP:
         refuse(
@@ -1053,7 +1053,7 @@ def _examine_nested(answer):
         except (KeyError, AttributeError, TypeError) as error:
             refuse(
                 "nested",
-                zh=f"有一层的输出是元组或者 `None`，也可能是里面有 `None` 或一个数的元组，你的代码在这里报错：`{type(error).__name__}`。"
+                zh=f"有一层的输出是 `None` 或者元组（元组里可能还有 `None` 或数），你的代码在这里报错：`{type(error).__name__}`。"
                 "`nn.LSTM` 返回 `(output, (h, c))`。",
                 en="A layer's output is a tuple or `None`, perhaps a tuple with `None` or a number in it, and there your code raises "
                 f"`{type(error).__name__}`. `nn.LSTM` returns `(output, (h, c))`.",
