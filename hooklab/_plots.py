@@ -159,14 +159,17 @@ def feature_maps(maps: Tensor) -> str:
 
 
 def _shrunk(maps: Tensor, room: tuple[float, float]) -> Tensor:
-    """What is not finite as NaN; and maps that are too large for their place averaged: no pixel is left out."""
+    """What is not finite as NaN; and maps that are too large for their place averaged: no pixel is left out.
+
+    A line may be drawn without square pixels: its short side stays as it is.
+    """
     maps = torch.where(maps.isfinite(), maps, math.nan)
     height, width = maps.shape[1:]
-    side = max(math.ceil(height / room[0]), math.ceil(width / room[1]))
-    if side == 1:
-        return maps
-    maps = F.pad(maps, (0, -width % side, 0, -height % side), value=math.nan)
-    return maps.unflatten(2, (-1, side)).unflatten(1, (-1, side)).nanmean((2, 4))
+    tall, wide = math.ceil(height / room[0]), math.ceil(width / room[1])
+    if 1 / 40 < height / width < 40:  # drawn with square pixels
+        tall = wide = max(tall, wide)
+    maps = F.pad(maps, (0, -width % wide, 0, -height % tall), value=math.nan)
+    return maps.unflatten(2, (-1, wide)).unflatten(1, (-1, tall)).nanmean((2, 4))
 
 
 def memory(saved: SavedTensors) -> str:

@@ -155,9 +155,9 @@ class State:
     """Computing a segment again starts from the state that its forward found: of the buffers it changes copies only.
 
     So running statistics are updated once, and a buffer that the output depends on has its old value again; and
-    so have `training`, `requires_grad`, numbers and words that are attributes, and whether a Sequential inside runs
-    in segments. What blocks note in attributes meanwhile, a loss or a count, goes again. The parameters are those of
-    the forward, which `torch.func.functional_call` gives for a while, and `parametrize.cached()` computes once.
+    so have `training`, `requires_grad`, and whether a Sequential inside runs in segments. What blocks note in
+    attributes meanwhile, a loss or a count, goes again. The parameters are those of the forward, which
+    `torch.func.functional_call` gives for a while, and `parametrize.cached()` computes once.
     """
 
     def __init__(self, segment: list[nn.Module]):
@@ -199,9 +199,6 @@ class State:
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
         flags, found = self.flags(), self.buffers()
-        self.words = [
-            {name: value for name, value in noted.items() if _is_word(value)} for noted in self.noted
-        ]
         values = _copies(found)
         # The forward may itself take a derivative, for which this is computed again.
         self.used, self.before = {}, (flags, _replaced(found, values))
@@ -236,8 +233,6 @@ class State:
         in_use = self.cached[0] or cached[0]
         try:
             _swap({place: self.parameters.get(place, p) for place, p in parameters.items()})
-            for each, words in zip(self.noted, self.words, strict=True):
-                each.update(words)
             self.put(flags, _replaced(before, copies))
             if in_use:
                 parametrize._cache_enabled, parametrize._cache = self.cached[0], dict(self.cached[1])
@@ -256,11 +251,6 @@ class State:
 def _swap(parameters: Named) -> None:
     for (module, name), parameter in parameters.items():
         module._parameters[name] = parameter
-
-
-def _is_word(value: Any) -> bool:
-    """A number, a text, a flag: what is replaced and never edited."""
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_there(tensor: Tensor | None) -> bool:

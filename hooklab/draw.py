@@ -481,14 +481,17 @@ def _dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[No
         leaves = {id(node.variable) for node in nodes if hasattr(type(node), "variable")}
         _add_saved(dot, {node: read(node, "saved_tensors") for node in functions}, names, leaves)
     ids: dict[str, str] = {}
-    dot.body[:] = [_readable(statement, ids) for statement in _without_base(dot.body)]
+    dot.body[:] = [_readable(statement, ids) for statement in _without_base(dot.body, names)]
     return dot.source
 
 
-def _without_base(body: list[str]) -> list[str]:
+def _without_base(body: list[str], names: dict[str, Tensor]) -> list[str]:
     """torchviz draws what a view is taken from as a second result; the Node of the view says enough."""
-    bases = {one.split()[0] for one in body if "darkolivegreen3" in one}
-    return [one for one in body if "dotted" not in one and bases.isdisjoint(one.partition(" [")[0].split())]
+    named = {str(id(tensor)) for tensor in names.values()}
+    bases = {one.split()[0] for one in body if "fillcolor=darkolivegreen3" in one} - named
+    return [
+        one for one in body if "style=dotted" not in one and bases.isdisjoint(one.partition(" [")[0].split())
+    ]
 
 
 def _add_saved(dot: Any, saved: dict[Node, Any], names: dict[str, Tensor], drawn: set[int]) -> None:

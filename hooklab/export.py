@@ -116,7 +116,9 @@ class OneLanguage(Both):
             elif tag[0].startswith(f'<div lang="{self.other}">'):
                 kept += text[end : tag.start()]
                 depth, end = 1, tag.end()
-        return text if depth else kept + text[end:]
+        if depth:  # a <div> in code, perhaps, that nothing ends
+            return re.sub(rf'<div lang="{self.other}">.*?</div>\n*', "", text, flags=re.DOTALL)
+        return kept + text[end:]
 
 
 class Chinese(OneLanguage):

@@ -207,21 +207,27 @@ def _show_own_lines(
 
 def _shown(shell: Any, kind: type, error: BaseException, trace: Any) -> list[str]:
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
-    own = any(_is_own(shell, step) for step in _steps(trace))
-    if isinstance(error, SyntaxError):
-        shell.showsyntaxerror(running_compiled_code=own)  # by eval or exec
-        return []
-    if not own or isinstance(error, BaseExceptionGroup):  # of whose members each has a traceback
-        shell.showtraceback((kind, error, trace))
+    own = _only_own(shell, trace)
+    if own is None:  # a syntax error, or nothing of the learner's
+        shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback(
+            (kind, error, trace)
+        )
         return []
     # Also the errors behind it ("the direct cause of ..."): cut for the moment in which they are printed.
-    behind = [(each, each.__traceback__) for each in _chain(error)]
+    whole = [(each, each.__traceback__) for each in (error, *_chain(error))]
     try:
-        for each, steps in behind:
+        for each, steps in whole:
             each.__traceback__ = _only_own(shell, steps)
-        shown = shell.InteractiveTB.structured_traceback(kind, error, _only_own(shell, trace), tb_offset=0)
+        if isinstance(error, BaseExceptionGroup):  # IPython leaves its members out
+            traceback.print_exception(kind, error, own)
+            return []
+        if isinstance(error, SyntaxError):  # by eval or exec
+            steps = traceback.extract_tb(own)
+            shown = shell.SyntaxTB.structured_traceback(kind, error, steps)
+        else:
+            shown = shell.InteractiveTB.structured_traceback(kind, error, own, tb_offset=0)
     finally:
-        for each, steps in behind:
+        for each, steps in whole:
             each.__traceback__ = steps
     shell._showtraceback(kind, error, shown)
     _keep_what_is_shown(shell, error, shown)

@@ -64,11 +64,12 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on
     the GPUs of the tensors that a segment is given (inside an object they do not count); not those of a
     `torch.Generator` of your own, of NumPy, of Python's `random`, or of `F.rrelu` (the module `nn.RReLU` is safe).
-    Buffers that are views of one another are copied apart. Numbers and texts in attributes of the blocks (a count of
-    calls) are those of the forward, and what a block notes in an attribute (a loss) stays what the forward noted. All
-    else that a block uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks
-    that change an output (take them off after backward), other attributes, globals. Blocks may write into a list, a
-    dict or an object that they are given: each run has a copy, of an object one level deep (`copy.copy`).
+    Buffers that are views of one another are copied apart. What a block notes in an attribute (a loss, a count of its
+    calls) stays what the forward has noted, but for what it adds to a list or a dict. All else that a block uses has to
+    stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that change an output (take
+    them off after backward), attributes that are no buffers (a count that the output depends on belongs in one),
+    globals. Blocks may write into a list, a dict or an object that they are given: each run has a copy, of an object
+    one level deep (`copy.copy`).
 
     Args:
         model: any module.
@@ -97,7 +98,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     `torch.func.functional_call` or `torch.nn.utils.parametrize.cached` gave them (but for those that FSDP gathers).
     `torch.func.grad`, `vjp`, `jacrev`, `hessian`, backward through `jvp` and, with grad on, `vmap` do not work with it, as
     with any checkpoint.
-    One thread at a time may use the model where there are buffers, or where `functional_call` gave the parameters.
+    One thread at a time may use the model where there are buffers, where blocks write into attributes, or where
+    `functional_call` gave the parameters.
     Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does
     the first forward of a lazy layer. `torch.jit` wants it removed first. A graph that no backward uses up keeps the
     segment's blocks; if one of them holds a result of that graph as an attribute, both stay, as with any checkpoint.

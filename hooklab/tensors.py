@@ -209,9 +209,12 @@ def _copy(grad: Tensor) -> Tensor:
     if not is_functorch_wrapped_tensor(grad):
         return grad.detach().clone()
     with torch._C._DisableFuncTorch(), torch.no_grad():  # of torch.func: its wrapper dies with its transform
+        batches = []
         while is_functorch_wrapped_tensor(grad):
-            inner = get_unwrapped(grad)
-            grad = inner.movedim(maybe_get_bdim(grad), 0) if is_batchedtensor(grad) else inner
+            batches += [maybe_get_bdim(grad)] if is_batchedtensor(grad) else []
+            grad = get_unwrapped(grad)
+        for depth, dim in enumerate(reversed(batches)):  # the outermost first
+            grad = grad.movedim(depth + dim, depth)
         return grad.detach().clone()
 
 

@@ -162,7 +162,7 @@ class Trace:
             nodes.update(dict.fromkeys(behind(gradient_node(tensor))))
         for node in nodes:
             self._hang_on_node(node)
-        # Until new ones are seen: nobody else may keep a leaf's Node.
+        # Until new ones are seen, nobody else may keep a leaf's Node; it keeps the leaf.
         self._held = [node for node in nodes if hasattr(node, "variable")]
         if len(tensors) > 1:
             record = self._on_gradient("multi-grad hook", ", ".join(tensors))
@@ -193,11 +193,12 @@ class Trace:
         kind, inside, forward = node_name(node), self._inside(), getattr(self._running, "forward", 0)
         leaf = node.variable if hasattr(type(node), "variable") else None
         name = "" if leaf is None else self._name(leaf)
-        where, owner = f"{kind} {name}".rstrip(), self._owners.get(name)
+        # The Node of a leaf may be older than the block. Without the others its module has no backward to tell.
+        owner = None if self._sees_new_nodes else self._owners.get(name)
+        where = f"{kind} {name}".rstrip()
 
         @eager
         def before(grad_outputs: tuple) -> None:
-            # A leaf's Node may be older than the forward. Without the others its module has no backward to tell.
             place = self._places.get(owner, inside) if self._sees_new_nodes else inside
             self._record("Node pre-hook", where, first_shape(grad_outputs), place, forward)
 

@@ -135,21 +135,19 @@ def test_buffers_that_the_output_depends_on_have_their_old_value_again(replaces)
 
 
 class Noting(nn.Module):
-    """Its output depends on attributes that it changes; and it notes a loss of its own."""
+    """It notes a count of its calls, a loss of its own, and in each forward another one."""
 
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(6, 6)
-        self.calls, self.slope, self.aux = 0, 1.0, None
+        self.calls, self.aux = 0, None
 
     def forward(self, x):
         self.calls += 1
-        self.slope *= 1.5
         y = self.inner(x).tanh()
         self.aux = y.square().mean()
-        if self.calls > 1:
-            self.later = self.aux
-        return y * (self.calls + self.slope)
+        setattr(self, f"aux_{self.calls}", self.aux.detach())
+        return y
 
 
 @pytest.mark.parametrize("size", [1, 7])
@@ -160,11 +158,43 @@ def test_what_a_block_notes_in_attributes_is_what_its_forward_has_noted(size):
         assert equal(train(net(extra=extra), steps=3), train(model, steps=3))
         noting = model.body[5]
         loss = model(torch.ones(8, 4)).sum() + noting.aux
-        noted, noting.slope = dict(vars(noting)), 7.0  # changed before backward, and to stay so
+        noted = dict(vars(noting))
         loss.backward()
+    assert noting.calls == 4
     assert vars(noting).keys() == noted.keys()
-    assert all(vars(noting)[name] is value for name, value in noted.items() if name != "slope")
-    assert (noting.calls, noting.slope) == (4, 7.0)
+    assert all(vars(noting)[name] is value for name, value in noted.items())
+
+
+class Lazily(nn.Module):
+    """Makes a layer, and a table for a number, when they are first wanted."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = self.length = self.table = None
+
+    def forward(self, x):
+        if self.layer is None:
+            self.layer = nn.Linear(x.shape[-1], 6)
+        if len(x) != self.length:
+            self.length, self.table = len(x), torch.arange(float(len(x)))[:, None]
+        return (self.layer(x) * self.table).tanh()
+
+
+def test_what_a_block_makes_when_it_is_wanted_is_made_once():
+    def run(context):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Lazily(), nn.Tanh())
+        with context(model):
+            outputs = [model(torch.ones(length, 6)).sum() for length in (3, 3, 5)]
+            layer = model[1].layer
+            sum(outputs).backward()
+        assert model[1].layer is layer
+        return [parameter.grad for parameter in model.parameters()]
+
+    want = run(lambda model: contextlib.nullcontext())
+    found = run(lambda model: checkpoint_segments(model, {"": 3}))
+    assert len(want) == 4
+    assert equal(want, found)
 
 
 def test_spectral_norm_iterates_once():

@@ -297,6 +297,14 @@ def test_a_view_has_one_result_and_no_arrow_of_its_own(view):
     assert picture.svg.count('class="edge"') == len(picture.facts.splitlines())
 
 
+def test_a_leaf_behind_a_view_keeps_its_box_whatever_its_name():
+    x, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    picture = draw.graph(b.view(-1), {"b": b})
+    assert "b (3)" in boxes(picture.svg)
+    picture = draw.graph(x * b, {"dotted": x, "darkolivegreen3": b})
+    assert {"dotted (3)", "darkolivegreen3 (3)"} <= set(boxes(picture.svg))
+
+
 def test_a_hook_that_cannot_unpack_leaves_the_rest_of_the_graph():
     def unpack(name):
         raise FileNotFoundError(name)

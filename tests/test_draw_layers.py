@@ -353,6 +353,14 @@ def test_no_pixel_is_left_out_of_large_maps():
     assert (left == right).all(-1).mean() > 0.99
 
 
+def test_a_line_keeps_what_stands_in_its_short_side():
+    stripes = torch.ones(2000, 4)
+    stripes[:, 1::2] = -1
+    (picture,) = pixels(draw.feature_maps(stripes).svg)
+    assert picture.shape[0] <= 540
+    assert [column[0] > 0.5 for column in picture[0]] == [True, False, True, False]
+
+
 FOREIGN = {
     "text.usetex": True,
     "image.origin": "lower",

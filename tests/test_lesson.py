@@ -218,6 +218,7 @@ def test_errors_with_a_shape_of_their_own_are_shown_whole_and_later_ones_stay_sh
     assert "the first" in group
     assert "the second" in group
     assert "b = = 2" in code
+    assert not any("interactiveshell.py" in shown for shown in (group, code, mute))
     assert "in <module>\n    raise Mute" in mute
     assert "Custom TB Handler failed" not in mute
     assert "----> 1 torch.ones(2).nope" in re.sub(r"\x1b\[[0-9;]*m", "", plain)

@@ -295,6 +295,10 @@ def test_watch_under_a_transform_keeps_what_outlives_it():
     torch.func.jacrev(lambda x: loss(x) * torch.ones(2))(torch.ones(3))
     seen = [log["doubled"].tolist() for log in logs]
     assert seen == [[4, 4, 4], [[0, 8, 16], [4, 12, 20]], [[4, 4, 4]] * 2]
+    batches = torch.arange(12.0).reshape(2, 3, 2)
+    logs.clear()
+    torch.func.vmap(torch.func.vmap(torch.func.grad(loss)), in_dims=2)(batches)
+    assert torch.equal(logs[0]["doubled"], 4 * batches.permute(2, 0, 1))
 
 
 def test_a_copy_is_what_has_arrived_so_far_and_can_be_pickled():

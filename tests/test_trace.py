@@ -557,6 +557,25 @@ def test_a_loop_that_keeps_its_loss_has_each_backward_once_and_in_its_place():
         assert [event.inside for event in leaf] == [("Sequential", "0")] * 3
 
 
+@sees_new_nodes
+def test_a_parameter_that_is_shared_belongs_to_the_layer_that_used_it_first():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.emb = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.emb.weight = self.head.weight
+
+        def forward(self, x):
+            return self.head(self.emb(x).tanh())
+
+    with trace(model := Tied()) as log:
+        model(torch.ones(1, 2)).sum().backward()
+    (leaf,) = [event for event in log.events if event.kind == "post-accumulate-grad hook"]
+    assert leaf.inside == ("Tied", "emb")
+    inferred = [f"{event.kind[16:]} {event.where}" for event in log.events if event.inferred]
+    assert inferred == ["begins Tied", "begins head", "ends head", "begins emb", "ends emb", "ends Tied"]
+
+
 def test_gradients_that_a_forward_asks_for_are_no_recomputation():
     class Force(nn.Module):
         def __init__(self):
