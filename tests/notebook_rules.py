@@ -89,7 +89,7 @@ def sources_covered(notebook: Notebook) -> Iterator[str]:
         for source in filter(None, (entry["id"], entry.get("also"))):
             cells = [cell for carried_id, cell in carried if carried_id == source and cell.is_code]
             if not any(cell.node.execution_count for cell in cells):
-                yield f"{source}: covered by no executed cell ({entry['topic']})"
+                yield f"{source}: covered by no executed cell ({entry['topic']['en']})"
             elif {"expect", "fix"} & entry.keys() and not any("assert " in cell.source for cell in cells):
                 yield f"{source}: no covering cell asserts what is expected ({entry.get('expect') or entry['fix']})"
 

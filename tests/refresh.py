@@ -24,6 +24,9 @@ CELL_TIMEOUT_S = 120
 
 
 def main(prefixes: list[str]) -> int:
+    if {"-h", "--help"} & set(prefixes):
+        print(__doc__.strip())
+        return 0
     chosen = [path for path in notebook_form.paths() if not prefixes or path.name.startswith(tuple(prefixes))]
     if not chosen:
         print(f"no notebook begins with {' or '.join(prefixes)}; see notebooks/")

@@ -16,6 +16,7 @@ import sources_table
 import yaml
 from nbconvert import ScriptExporter, SlidesExporter
 from notebook_rules import LINK
+from prose_rules import HAN, SPAN
 from traitlets.config import Config
 
 import hooklab
@@ -106,6 +107,30 @@ def test_every_target_of_the_makefile_that_a_readme_names_exists():
 
 def test_the_table_of_sources_is_up_to_date():
     assert sources_table.PATH.read_text(encoding="utf-8") == sources_table.table(), "run `make refresh`"
+
+
+def test_the_table_of_sources_links_to_cells_that_exist():
+    """With the fragment of JupyterLab, which opens a notebook at its top for an id that it does not have."""
+    linked = re.findall(
+        r"\[`([\w-]+)`\]\((\w+)\.ipynb#cell-id=([^)]+)\)", sources_table.PATH.read_text(encoding="utf-8")
+    )
+    ids = {path.stem: {cell.id for cell in notebook_form.read(path).cells} for path in notebook_form.paths()}
+    assert {stem for _, stem, _ in linked} == {entry["notebook"] for entry in sources_table.entries()}
+    assert [link for link in linked if link[0] != link[2] or link[2] not in ids[link[1]]] == []
+    covering = sources_table.covering_cells().values()
+    assert {(stem, wanted) for _, stem, wanted in linked} == {
+        (stem, cell.id) for cells in covering for stem, cell in cells
+    }
+
+
+@pytest.mark.parametrize("entry", sources_table.entries(), ids=lambda entry: entry["id"])
+def test_a_topic_of_the_inventory_says_the_same_in_both_languages(entry):
+    assert list(entry["topic"]) == ["zh", "en"]
+    zh, en = entry["topic"].values()
+    assert HAN.search(zh)
+    assert not re.search(r"[\u4e00-\u9fff，。：；（）]", en)
+    assert not re.search(r"[\u4e00-\u9fff][,;:!?(]", SPAN.sub("码", zh)), zh  # it is full-width
+    assert set(SPAN.findall(zh)) == set(SPAN.findall(en))
 
 
 def test_an_inventory_entry_belongs_to_one_notebook_and_is_listed_once():
