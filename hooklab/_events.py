@@ -47,9 +47,8 @@ def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[
     latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a run, what ran last
     for position, (event, made) in enumerate(recorded):
         if event.kind in ("Node pre-hook", "Node hook"):
-            leaf = event.where.startswith(
-                "AccumulateGrad"
-            )  # forwards share it, while an earlier graph is alive
+            # Forwards share a leaf's Node, while an earlier graph is alive.
+            leaf = event.where.startswith("AccumulateGrad")
             for module in event.inside:
                 run = latest.get((module, made[0]), made) if leaf else made
                 latest[module, made[0]] = run

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled, nn
 from hooklab import _refuse
 from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
-from hooklab._installed import Installed, kwargs_and_output
+from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short, unbatched
 from hooklab._table import table
@@ -33,9 +33,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
                 running = Running(bins, range)  # one for all names of a shared module
                 self._running.update(dict.fromkeys(names, running))
                 self._why_silent.update(dict.fromkeys(names, _refuse.why_silent([module])))
-                self._handles.append(
-                    module.register_forward_hook(hook_for(running), with_kwargs=of != "output")
-                )
+                self._handles.append(module.register_forward_hook(hook_for(running)))
         except BaseException:
             self.remove()
             raise
@@ -108,10 +106,9 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
         # the first without grad.
         @eager
-        def hook(module: nn.Module, args: tuple, *given: Any) -> None:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if not is_grad_enabled():
                 return
-            _, output = kwargs_and_output(given)
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.requires_grad and not _hung_already(arrived, tensor):
                     handle = tensor.register_hook(arrived)

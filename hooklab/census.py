@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from hooklab import _refuse
-from hooklab._cells_above import in_cell
+from hooklab._cells import in_cell
 from hooklab._compiler import eager
 from hooklab._hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
 

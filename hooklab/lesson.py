@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hooklab import _cells_above, _graphviz
+from hooklab import _cells, _graphviz
 from hooklab._message import Message
 
 __all__ = ["cached_weights", "check_environment", "start"]
@@ -192,7 +192,7 @@ def _show_own_lines(
     """Show an error with the lines of the learner's cells alone; the magic %tb shows PyTorch's lines too."""
     try:
         shown = _shown(shell, kind, error, trace)
-        if (advice := _cells_above.advice(shell, error)) is not None:
+        if (advice := _cells.advice(shell, error)) is not None:
             from IPython.display import display
 
             display(advice)
@@ -259,7 +259,7 @@ def _only_own(shell: Any, trace: Any) -> Any:
 
 
 def _is_own(shell: Any, step: Any) -> bool:
-    return _cells_above.in_cell(shell, step.tb_frame.f_code.co_filename)
+    return _cells.in_cell(shell, step.tb_frame.f_code.co_filename)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

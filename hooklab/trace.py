@@ -29,6 +29,15 @@ __all__ = ["Event", "Trace", "trace"]
 NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)
 
 
+class Running(threading.local):
+    """What is running, in each thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, str, BaseException | None, int]] = []  # modules, in their forward
+        self.nodes: dict[int, Event] = {}  # the Node of each backward
+        self.forward = 0  # the number of the latest
+
+
 class Trace:
     """The events recorded so far: what `trace` returns."""
 
@@ -41,7 +50,7 @@ class Trace:
         self._sees_new_nodes = False
         self._removed = self._entered = False
         self._mark = object()  # in the metadata of every Node that has our hooks
-        self._running = threading.local()  # the stack of modules whose forward is running, per thread
+        self._running = Running()
         self._calls: Counter[str] = Counter()
         self._owners: dict[str, str] = {}  # of parameters: the modules
         self._places: dict[str, tuple[str, ...]] = {}  # of modules, in this forward: what they were called in
@@ -95,7 +104,7 @@ class Trace:
         while self._handles:
             self._handles.pop().remove()
         self._held.clear()
-        self._running = threading.local()  # an interrupted forward would keep its modules
+        self._running = Running()  # an interrupted forward would keep its modules
 
     def __enter__(self) -> "Trace":
         if self._removed:
@@ -190,7 +199,7 @@ class Trace:
         if self._mark in node.metadata:
             return
         node.metadata[self._mark] = True
-        kind, inside, forward = node_name(node), self._inside(), getattr(self._running, "forward", 0)
+        kind, inside, forward = node_name(node), self._inside(), self._running.forward
         leaf = node.variable if hasattr(type(node), "variable") else None
         name = "" if leaf is None else self._name(leaf)
         # The Node of a leaf may be older than the block. Without the others its module has no backward to tell.
@@ -204,7 +213,7 @@ class Trace:
 
         @eager
         def after(grad_inputs: tuple, grad_outputs: tuple) -> None:
-            node = self._nodes().pop(graph_task(), None)
+            node = self._running.nodes.pop(graph_task(), None)
             place = inside if node is None else node.inside
             self._record("Node hook", where, first_shape(grad_inputs), place, forward)
 
@@ -216,11 +225,11 @@ class Trace:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._removed:  # a copy of the model still has hooks
                 return
-            forget_interrupted(self._stack())
+            forget_interrupted(self._running.stack)
             # Also a part of the model that is called by itself begins a forward; in other threads (those of replicas)
             # and while a checkpoint computes again one goes on.
             alone = threading.get_ident() == self._thread and graph_task() == NO_BACKWARD
-            if not self._stack() and (root or alone):
+            if not self._running.stack and (root or alone):
                 self._calls.clear()
                 self._places.clear()
                 self._running.calls = Counter()
@@ -229,7 +238,7 @@ class Trace:
             calls = getattr(self._running, "calls", self._calls)
             calls[label] += 1
             where = label if calls[label] == 1 else f"{label} #{calls[label]}"
-            self._stack().append((module, where, sys.exception(), graph_task()))
+            self._running.stack.append((module, where, sys.exception(), graph_task()))
             self._places.setdefault(label, self._inside())
             self._record("forward pre-hook", where, first_shape((args, kwargs)))
 
@@ -239,7 +248,7 @@ class Trace:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
             if self._removed:
                 return
-            stack = self._stack()
+            stack = self._running.stack
             # It did not where an earlier pre-hook raised, or the trace began inside this call.
             began = leave(stack, module)
             where, error_before = stack[-1][1:3] if began else (label, None)
@@ -247,7 +256,7 @@ class Trace:
             self._record("forward raised" if raised else "forward hook", where, first_shape(output))
             if began:
                 stack.pop()
-            if not raised and not self._sees_new_nodes and not self._stack():
+            if not raised and not self._sees_new_nodes and not self._running.stack:
                 for node in {
                     node for tensor in tensors_in(output) if tensor.grad_fn for node in behind(tensor.grad_fn)
                 }:
@@ -296,7 +305,7 @@ class Trace:
             phase = "step"
         elif kind.startswith("forward") or kind == "pack":
             # With create_graph=True backward itself saves tensors, also where a forward asks for gradients.
-            stack = self._stack()
+            stack = self._running.stack
             again = kind.startswith("forward") or (stack and stack[-1][3] == run)
             phase = "forward" if run == NO_BACKWARD else "recompute" if again else "backward"
         else:
@@ -305,7 +314,7 @@ class Trace:
             self._infer_retain_grad()
         event = Event(kind, where, phase, shape, self._inside() if inside is None else inside)
         if kind == "Node pre-hook":
-            self._nodes()[run] = event
+            self._running.nodes[run] = event
         self._recorded.append((event, (run, forward)))
 
     def _infer_retain_grad(self) -> None:
@@ -321,27 +330,16 @@ class Trace:
                 event = Event("retain_grad", name, "backward", tuple(tensor.shape), inferred=True)
                 self._recorded.append((event, (run, 0)))
 
-    def _stack(self) -> list[tuple[nn.Module, str, BaseException | None, int]]:
-        if not hasattr(self._running, "stack"):
-            self._running.stack = []
-        return self._running.stack
-
-    def _nodes(self) -> dict[int, Event]:
-        """The Node that is running, in each backward of this thread."""
-        if not hasattr(self._running, "nodes"):
-            self._running.nodes = {}
-        return self._running.nodes
-
     def _name(self, tensor: Tensor) -> str:
         reference, name = self._names.get(id(tensor), (None, ""))
         return name if reference is not None and reference() is tensor else ""
 
     def _node(self) -> Event:
         """The Node that is about to run or running: its pre-hook."""
-        return self._nodes().get(graph_task()) or Event("", "", "backward")
+        return self._running.nodes.get(graph_task()) or Event("", "", "backward")
 
     def _inside(self) -> tuple[str, ...]:
-        return tuple(label for _, label, *_ in self._stack())
+        return tuple(label for _, label, *_ in self._running.stack)
 
 
 def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -> Trace:

@@ -1291,9 +1291,8 @@ DAMAGES = (other_modes, frozen, without_gradients, other_values, emptied)
 RUN_BACKWARD = {"13.C"}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:(Offload|saved_tensors). nothing was saved"
-)  # of a model that a damage has frozen
+# Of a model that a damage has frozen.
+@pytest.mark.filterwarnings("ignore:(Offload|saved_tensors). nothing was saved")
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
 def test_a_right_answer_that_changes_what_it_was_given_is_refused(exercise, damage):

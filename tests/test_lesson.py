@@ -16,7 +16,7 @@ import torch
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
-from hooklab import _cells_above, _graphviz, lesson
+from hooklab import _cells, _graphviz, lesson
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -321,7 +321,7 @@ def missing(monkeypatch, tmp_path):
         )
         shell.kernel = SimpleNamespace(get_parent=lambda channel: said)
         error = kind("a name", name=name) if kind is NameError else kind(name)
-        found = _cells_above.advice(shell, error)
+        found = _cells.advice(shell, error)
         assert found is None or (f"`{name}`" in found.zh and f"`{name}`" in found.en)
         return found is not None
 

@@ -190,3 +190,9 @@ def test_more_events_than_can_be_told_apart_are_not_drawn(monkeypatch, traced):
     picture = draw.timeline(traced)
     assert not picture.svg
     assert f"{len(traced.events)} events, more than the {draw.MAX_EVENTS}" in picture.reason
+
+
+def test_a_chinese_name_has_the_room_that_it_takes():
+    events = [Event("forward hook", name, "forward", inside=(name,)) for name in ("编码器", "abc")]
+    chinese, latin = (_timeline._label_width({event.where: 0}, events) for event in events)
+    assert chinese > 1.5 * latin
