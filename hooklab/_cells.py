@@ -2,6 +2,7 @@
 
 import dis
 import json
+import linecache
 import os
 import warnings
 from pathlib import Path
@@ -16,7 +17,9 @@ TIMED = "<timed exec>", "<timed eval>", "<magic-timeit>"  # by %%time, %time and
 
 def in_cell(shell: Any, file: str) -> bool:
     """True for the file name of code that was typed into a cell."""
-    return bool(file in TIMED or shell.compile.format_code_name(file))
+    # IPython 7, which Colab has, keeps a list of them instead.
+    named = getattr(shell.compile, "format_code_name", getattr(linecache, "_ipython_cache", {}).get)
+    return bool(file in TIMED or named(file))
 
 
 def advice(shell: Any, error: BaseException) -> Message | None:

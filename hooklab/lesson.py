@@ -93,14 +93,24 @@ def _old_torch() -> tuple[str, str] | None:
 
 
 def _no_graphviz() -> tuple[str, str] | None:
-    if _graphviz.available():
-        return None
-    return (
-        "没有画计算图的工具：既没有 `dot`，也没有 pygraphviz。"
-        "请运行 `uv sync` 或 `pip install pygraphviz`；在此之前，计算图以文字显示。",
-        "Nothing here can draw a graph: neither `dot` nor pygraphviz is installed. Run `uv sync` or "
-        "`pip install pygraphviz`; until then graphs are shown as text.",
-    )
+    if not _graphviz.available():
+        return (
+            "没有画计算图的工具：既没有 `dot`，也没有 pygraphviz。"
+            "请运行 `uv sync` 或 `pip install pygraphviz`；在此之前，计算图以文字显示。",
+            "Nothing here can draw a graph: neither `dot` nor pygraphviz is installed. Run `uv sync` or "
+            "`pip install pygraphviz`; until then graphs are shown as text.",
+        )
+    try:
+        _graphviz.svg_from_dot("digraph { a -> b }")
+    except _graphviz.NotDrawn as error:  # a small system lacks libraries that the wheel of pygraphviz needs
+        why = str(error).partition("; install ")[0]
+        return (
+            f"计算图画不出来（{why}）。请安装 Graphviz，例如 `apt install graphviz` 或 `conda install graphviz`；"
+            "在此之前，计算图以文字显示。",
+            f"No graph can be drawn here ({why}). Install Graphviz, as by `apt install graphviz` or "
+            "`conda install graphviz`; until then graphs are shown as text.",
+        )
+    return None
 
 
 def _other_python() -> tuple[str, str] | None:

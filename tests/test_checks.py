@@ -215,6 +215,15 @@ def test_a_check_leaves_the_random_numbers_as_they_were():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_check_draws_the_same_numbers_each_time():
+    drawn = []
+    own = Exercise("99.A", lambda answer: drawn.append(torch.randn(3)), 1, {}, zh="", en="")
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        check.exercise(own, 1)
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("wanted", ["11.Z", "", "twelve", 11])
 def test_an_unknown_id_names_the_closest(wanted):
     with pytest.raises(KeyError, match=r"no exercise has the id .*close: .*11"):

@@ -183,11 +183,18 @@ def test_a_forward_that_is_compiled_is_announced(x, how):
         model(x)
 
 
+OF_PYTHON = "Guards may run slower on Python"  # 3.13.0, whatever is compiled
+
+
+def told(warnings):
+    return [str(warning.message) for warning in warnings if OF_PYTHON not in str(warning.message)]
+
+
 def test_a_forward_that_the_compiler_leaves_alone_is_not_announced(model, recwarn):
     model.forward = torch.compiler.disable(model.forward)
     with features(model, "1"):
         pass
-    assert not recwarn.list
+    assert not told(recwarn)
 
 
 class Broken(nn.Module):
@@ -232,7 +239,7 @@ def test_a_whole_step_can_be_compiled_inside_a_block(block, backend, broken, x, 
     for parameter, grad in zip(model.parameters(), expected[1], strict=True):
         assert torch.allclose(parameter.grad, grad)
     assert not complaints
-    assert not recwarn.list
+    assert not told(recwarn)
     if block == "trace":
         assert sum(event.kind == "post-accumulate-grad hook" for event in found.events) == 3 * 4
     elif block == "saved_tensors":
@@ -481,7 +488,8 @@ def test_the_compiler_of_backward_goes_round_the_hooks_of_with_grad(x, recwarn):
 
 
 LATE = """
-import sys, torch
+import sys, torch, warnings
+warnings.filterwarnings("ignore", {of_python!r})
 from torch import nn
 import hooklab
 
@@ -510,7 +518,7 @@ elif {block!r}.startswith("Offload"):
 def test_a_compiler_that_is_loaded_after_our_hooks_leaves_them_alone(block, tmp_path):
     """In a process of its own: here it is loaded already."""
     program = tmp_path / "program.py"
-    program.write_text(LATE.format(block=block))
+    program.write_text(LATE.format(block=block, of_python=OF_PYTHON))
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 

@@ -1,6 +1,7 @@
 """The set-up cell and the environment check."""
 
 import importlib.util
+import linecache
 import os
 import re
 import subprocess
@@ -80,6 +81,10 @@ def shadow(monkeypatch, tmp_path):
     def no_graphviz():
         monkeypatch.setattr(_graphviz, "available", list)
 
+    def broken_graphviz():
+        broken = [sys.executable, "-c", "raise ImportError('libX11.so.6: cannot open shared object file')"]
+        monkeypatch.setattr(_graphviz, "available", lambda: [broken])
+
     def other_python():
         (tmp_path / ".venv").mkdir()
         monkeypatch.setattr(lesson, "ROOT", tmp_path)
@@ -101,6 +106,7 @@ def shadow(monkeypatch, tmp_path):
             "PyTorch is too old: found 2.9.1+cpu, needed 2.11",
         ),
         ("no_graphviz", "没有画计算图的工具", "neither `dot` nor pygraphviz is installed"),
+        ("broken_graphviz", "计算图画不出来", "No graph can be drawn here"),
         ("other_python", "这个内核不在课程的环境里", "This kernel is outside the course's environment"),
         ("no_switch", "语言切换按钮没有装上", "The language switch is not installed"),
     ],
@@ -111,7 +117,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(shadow, damage, zh, en)
     assert found.kind == "wrong"
     assert zh in found.zh
     assert en in found.en
-    assert all(re.search("uv sync|make lab", half) for half in (found.zh, found.en))
+    assert all(re.search("uv sync|make lab|apt install graphviz", half) for half in (found.zh, found.en))
     assert "To be mended: 1." in found.en
 
 
@@ -415,3 +421,14 @@ def test_weights_are_taken_from_the_cache_and_never_downloaded(tmp_path, monkeyp
     assert torch.equal(lesson.cached_weights(ResNet18_Weights.DEFAULT)["weight"], torch.ones(2))
     with pytest.raises(TypeError, match="weights enum"):
         lesson.cached_weights("resnet18")
+
+
+def test_a_cell_is_known_where_ipython_is_as_old_as_on_colab(monkeypatch):
+    """IPython 7 cannot be asked for the name of a cell; it keeps a list of the files."""
+    monkeypatch.setattr(linecache, "_ipython_cache", {"/tmp/12.py": (0, 0.0, [], "")}, raising=False)
+    shell = SimpleNamespace(compile=SimpleNamespace())
+    assert [_cells.in_cell(shell, file) for file in ("/tmp/12.py", "<timed exec>", "/tmp/module.py")] == [
+        True,
+        True,
+        False,
+    ]

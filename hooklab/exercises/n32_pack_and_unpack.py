@@ -621,15 +621,13 @@ def checked_on(keep, error=RuntimeError):
 
 def checked_the_first_time(pack, unpack):
     pack_checked, unpack_checked = checked(pack, unpack)
-    done = set()
 
-    def unpack_once(kept):
-        if id(kept) in done:
-            return unpack(kept[2])
-        done.add(id(kept))
-        return unpack_checked(kept)
+    def unpack_once(noted):
+        kept, done = noted
+        noted[1] = True
+        return unpack(kept[2]) if done else unpack_checked(kept)
 
-    return pack_checked, unpack_once
+    return lambda tensor: [pack_checked(tensor), False], unpack_once
 
 
 def checked_without_its_result(pack, unpack):

@@ -1175,15 +1175,15 @@ def _guessed_by_tensor(pack, unpack, at_least):
 
 def _checked_once(pack, unpack, at_least):
     either, restored = large_only(pack, unpack, at_least)
-    checked = set()
 
     def unpack_either(packed):
-        if packed[0] == "kept" and id(packed) in checked:
-            return packed[1]
-        checked.add(id(packed))
-        return restored(packed)
+        content, checked = packed
+        if checked and content[0] == "kept":
+            return content[1]
+        packed[1] = True
+        return restored(content)
 
-    return either, unpack_either
+    return lambda saved: [either(saved), False], unpack_either
 
 
 def _checked_around(pack, unpack, at_least):
