@@ -93,7 +93,13 @@ class Server:
 
     def fork(self, listener: socket.socket) -> list[str] | None:
         stand_in, _ = listener.accept()
-        message, files, *_ = socket.recv_fds(stand_in, MESSAGE, 3)
+        try:
+            message, files, *_ = socket.recv_fds(stand_in, MESSAGE, 3)
+        except OSError:
+            message, files = b"", []
+        if not message:  # Jupyter has given it up meanwhile
+            stand_in.close()
+            return None
         request = json.loads(message)
         if early(request["environment"]) != self.early:
             stand_in.close()
@@ -106,7 +112,8 @@ class Server:
             self.pids.add(pid)
             self.watch(stand_in, partial(self.hand_on, pid))
             self.watch(os.pidfd_open(pid), partial(self.report, pid, stand_in))
-            stand_in.send(FORKED)
+            with suppress(OSError):  # if it is gone, `hand_on` will hear of it
+                stand_in.send(FORKED)
         for file in files:
             os.close(file)
         return None

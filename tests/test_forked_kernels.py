@@ -1,8 +1,10 @@
 """The kernels of the tests: each as a fresh one would be, and none outlives the session."""
 
 import ast
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +71,20 @@ def test_two_kernels_share_nothing():
         assert not evaluate(other, "hasattr(torch, 'left') or 'LEFT' in os.environ")
         assert evaluate(one, "torch.initial_seed()") != evaluate(other, "torch.initial_seed()")
         assert not set(evaluate(one, draw)) & set(evaluate(other, draw))
+
+
+def test_a_stand_in_that_is_gone_before_it_is_answered_takes_nobody_along(tmp_path):
+    with kernel() as (_, client):
+        server = evaluate(client, "os.getppid()", "import os")
+        request = {"environment": dict(os.environ), "folder": str(tmp_path), "arguments": ["-f", "gone.json"]}
+        for message in (b"", json.dumps(request).encode()):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stand_in:
+                stand_in.connect(str(Path(os.environ[forked_kernels.SHARED], "server")))
+                if message:
+                    socket.send_fds(stand_in, [message], [0, 1, 2])
+        with kernel() as (_, another):
+            assert evaluate(another, "os.getppid()", "import os") == server
+        assert evaluate(client, "1 + 1") == 2
 
 
 def test_an_interrupt_reaches_the_kernel():
