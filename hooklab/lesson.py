@@ -289,5 +289,6 @@ def _steps(trace: Any) -> Iterator[Any]:
 
 if __name__ == "__main__":
     found = check_environment()
+    sys.stdout.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
     print(found)
     sys.exit(found.kind != "right")

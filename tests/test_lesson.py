@@ -135,10 +135,11 @@ def test_an_old_torch_stops_the_set_up_cell_with_the_way_to_a_new_one(shadow):
         lesson.start()
 
 
-def test_the_module_can_be_run_from_the_command_line():
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+def test_the_module_can_be_run_from_the_command_line(encoding):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hooklab.lesson"], capture_output=True, text=True, encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        [sys.executable, "-W", "error", "-m", "hooklab.lesson"], capture_output=True, text=True, encoding=encoding,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "Your machine is ready: go ahead."
