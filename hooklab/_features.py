@@ -192,7 +192,7 @@ class Features(Installed, Mapping[str, Any]):
                     try:
                         note((name, kept, kept._version if kept.__class__ is Tensor else _versions(kept)))
                     except RuntimeError:  # an inference tensor has no version
-                        note((name, kept, None))
+                        note((name, kept, _versions(kept)))
                 else:
                     look(name, output)
 
@@ -211,7 +211,7 @@ class Features(Installed, Mapping[str, Any]):
                 elif (
                     frozen and output.__class__ is Tensor and output.is_inference() and task() == NO_BACKWARD
                 ):
-                    note((name, output, None))
+                    note((name, output, output.shape))
                     return
                 look(name, output)
 
@@ -406,7 +406,10 @@ def _is_freed(tensor: Tensor) -> bool:
 
 
 def _versions(kept: Any) -> Any:
-    """Changes whenever a tensor in `kept`, or one that shares its memory, is edited in place."""
+    """Changes whenever a tensor in `kept`, or one that shares its memory, is edited in place.
+
+    Inference tensors have no version; of them it is the shape, since they may be the very tensor that later layers get.
+    """
     if isinstance(kept, Tensor):
-        return None if kept.is_inference() else kept._version
+        return kept.shape if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]

@@ -1,5 +1,6 @@
 """features: the outputs of layers, and nothing but them."""
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -450,6 +451,16 @@ def test_inference_tensors_have_no_version_and_are_not_checked():
     assert (f["0"] >= 0).all()  # the ReLU's output: documented
 
 
+def test_an_inference_tensor_of_another_shape_than_its_layer_returned_is_refused():
+    model = nn.Sequential(nn.Linear(4, 1), Returns(lambda x: x.squeeze_(-1)))
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode(), features(model, "0") as f, features(model, "0", keep=lambda t: t.clone()) as copied:
+            model(torch.ones(3, 4))
+        assert copied["0"].shape == (3, 1)
+        with pytest.raises(RuntimeError, match="overwritten in place"):
+            f["0"]
+
+
 def test_in_inference_mode_an_ordinary_tensor_is_checked_still():
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     x = -torch.ones(2)
@@ -854,6 +865,110 @@ def test_a_dict_whose_keys_are_attributes_keeps_no_graph():
         net(torch.ones(1, 2))
     assert f[""].out is f[""]["out"]
     assert not f[""].out.requires_grad
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    out: torch.Tensor
+
+
+register_pytree_node(Slots, lambda it: ([it.out], None), lambda items, _: Slots(*items))
+
+
+class ReadOnlyDict(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("read-only")
+
+
+class ReadOnlyList(list):
+    def __setitem__(self, key, value):
+        raise TypeError("read-only")
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "read", "kind"),
+    [
+        (Slots, lambda kept: kept.out, Slots),
+        (lambda out: ReadOnlyDict(out=out), lambda kept: kept["out"], dict),
+        (lambda out: ReadOnlyList([out]), lambda kept: kept[0], list),
+    ],
+)
+def test_containers_that_cannot_be_filled_as_others(wrapped, read, kind):
+    layer = nn.Linear(2, 3)
+    model, x = nn.Sequential(layer, Returns(wrapped)), torch.ones(1, 2)
+    with features(model, "1") as f:
+        out = read(model(x))
+    kept = f["1"]
+    assert type(kept) is kind
+    assert (out.requires_grad, read(kept).requires_grad) == (True, False)
+    assert torch.equal(read(kept), layer(x))
+
+
+class Loss(collections.namedtuple("Loss", "logits")):
+    """A tuple with an attribute."""
+
+    def __new__(cls, logits, name="none"):
+        made = super().__new__(cls, logits)
+        made.name = name
+        return made
+
+
+def test_a_tuple_keeps_its_attributes():
+    model = nn.Sequential(nn.Linear(2, 3), Returns(lambda out: Loss(out, "mean")))
+    with features(model, "1") as f:
+        model(torch.ones(1, 2))
+    assert (type(f["1"]), f["1"].name, f["1"].logits.requires_grad) == (Loss, "mean", False)
+
+
+@dataclasses.dataclass(eq=False)
+class Tree:
+    out: torch.Tensor
+    parent: "Tree | None" = None
+    children: list = dataclasses.field(default_factory=list)
+
+
+def grown(out):
+    root = Tree(out)
+    root.children.append(Tree(out * 2, parent=root))
+    return root
+
+
+def test_an_output_that_leads_back_to_itself_is_gone_through_once():
+    model, lines = nn.Sequential(nn.Linear(2, 3), Returns(grown)), []
+    with features(model, "1") as f, layer_statistics(model, "1") as stats, verbose(model, write=lines.append):
+        root = model(torch.ones(1, 2))
+    kept = f["1"]
+    (child,) = kept.children
+    assert child.parent is kept is not root
+    assert [torch.equal(child.out, 2 * kept.out), kept.out.requires_grad, child.out.requires_grad] == [
+        True,
+        False,
+        False,
+    ]
+    assert stats["1"].count == 6
+    assert lines[-1].endswith(
+        "Tree(out=[1, 3], parent=None, children=[Tree(out=[1, 3], parent=..., children=[])])"
+    )
+
+
+@pytest.mark.parametrize("around", [list, lambda items: {"it": items[0]}, tuple])
+def test_a_container_that_holds_itself(around):
+    def circle(out):
+        loop = [out]
+        loop.append(around([loop]))
+        return loop
+
+    model = nn.Sequential(nn.Linear(2, 3), Returns(circle))
+    with (
+        features(model, "1") as f,
+        layer_statistics(model, "1") as stats,
+        verbose(model, write=lambda line: None),
+    ):
+        model(torch.ones(1, 2))
+    kept, back = f["1"]
+    assert not kept.requires_grad
+    assert (back["it"] if isinstance(back, dict) else back[0]) is f["1"]
+    assert stats["1"].count == 3
 
 
 def test_a_dataclass_with_a_field_that_is_not_set():
