@@ -129,6 +129,23 @@ def _refuse(module, args):
     raise ValueError("not this")
 
 
+class Constant(torch.autograd.Function):
+    """The identity, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Unhookable(nn.Linear):
+    def register_forward_hook(self, *args, **kwargs):
+        raise ValueError("no hooks here")
+
+
 class Twice(nn.Module):
     """Calls one layer twice in a forward; `again` is another name of it."""
 

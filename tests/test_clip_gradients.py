@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import mlp, same_state, state_of
+from models import Constant, mlp, same_state, state_of
 from torch import nn
 
 from hooklab import clip_gradients, hooks_on, no_leftovers
@@ -67,6 +67,13 @@ def test_nan_stays_nan_and_infinity_is_clipped():
         (holder.weight * torch.tensor([math.nan, math.inf, 0.5])).sum().backward()
     assert math.isnan(holder.weight.grad[0])
     assert holder.weight.grad[1:].tolist() == [1, 0.5]
+
+
+def test_a_parameter_whose_gradient_is_none_has_none():
+    weight = nn.Parameter(torch.ones(2))
+    with clip_gradients(nn.ParameterList([weight]), -1, 1):
+        Constant.apply(weight).sum().backward()
+    assert weight.grad is None
 
 
 def test_frozen_parameters_are_passed_over(model):

@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import NESTED, Known, Returns, Twice, mlp, same_state, state_of
+from models import NESTED, Constant, Known, Returns, Twice, mlp, same_state, state_of
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
@@ -332,6 +332,26 @@ def test_a_call_of_a_part_whose_forward_is_one_object_for_all_calls_is_a_forward
             assert [len(outputs) for outputs in f.calls.values()] == [2, 2]
 
 
+def test_calls_of_a_part_whose_class_shares_one_forward_begin_anew_each_time(x):
+    class Doubled(nn.Module):
+        forward = partial(torch.mul, other=2)
+
+    model = nn.Sequential(Doubled())
+    with features(model, "0") as f:
+        model[0](x)
+        model[0](-x)
+    assert [out.tolist() for out in f.calls["0"]] == [(-2 * x).tolist()]
+
+
+def test_a_copy_of_a_layer_reports_its_calls_by_themselves(model, x):
+    with features(model, "0") as f:
+        twin = copy.deepcopy(model[0])
+        twin(x)
+        last = twin(-x)
+    assert len(f.calls["0"]) == 1
+    assert torch.equal(f["0"], last)
+
+
 def test_the_calls_are_a_mapping_of_what_was_called(model, x):
     with features(model, "*") as f:
         assert (list(f.calls), len(f.calls), "0" in f.calls) == ([], 0, False)
@@ -636,6 +656,8 @@ def test_a_container_that_is_never_called_is_refused_or_left_out():
     with pytest.raises(ValueError, match=r"'layers' is a ModuleList, which has no forward.*'layers\.\*'"):
         features(model, "layers")
     with pytest.raises(ValueError, match="'layers' is a ModuleList"):
+        features(model, "layers.0", "layers")
+    with pytest.raises(ValueError, match="'layers' is a ModuleList"):
         features(model, nn.ModuleList)
     with features(model, "**") as f:
         assert repr(f) == "Features(outputs of layers.0: 0)"
@@ -674,6 +696,15 @@ def test_with_grad_under_vmap_leaves_the_forward_alone(model, x):
         assert all(map(torch.equal, ensemble(), plain))
 
 
+def test_with_grad_under_vmap_is_a_copy(x):
+    def edited(row):
+        kept = with_grad(row)
+        row *= 2
+        return kept
+
+    assert torch.equal(torch.vmap(edited)(x.clone()), x)
+
+
 def test_run_lets_weights_go_that_come_for_each_call(x):
     """As `accelerate` does where it offloads: `_hf_hook` on the module, and a forward around its own."""
     inner = nn.Linear(4, 4)
@@ -689,6 +720,18 @@ def test_run_lets_weights_go_that_come_for_each_call(x):
     with features(model, "0.0") as f:
         assert f.run(x)["0.0"].shape == inner(x).shape
     assert not there
+
+
+def test_with_grad_keeps_no_graph_of_the_gradient(model, x):
+    with features(model, "1", keep=with_grad) as f:
+        torch.autograd.grad(model(x).square().sum(), model[0].weight, create_graph=True)
+    assert not f["1"].grad.requires_grad
+
+
+def test_an_output_whose_gradient_is_none_has_none(model, x):
+    with features(model, "1", keep=with_grad) as f:
+        (Constant.apply(model[:2](x)).sum() + model[0](x).sum()).backward()
+    assert f["1"].grad is None
 
 
 def test_with_grad_is_right_beside_an_in_place_layer(x):
@@ -715,6 +758,7 @@ def test_with_grad_without_a_copy_keeps_the_output_itself_and_says_so_where_that
     assert torch.equal(f["1"].grad, plain["1"].grad)
     with torch.no_grad(), features(model, "1", keep=partial(with_grad, copy=False)) as f:
         model(x)
+    assert f["1"] is output[1]
     assert f["1"].grad is None
     with pytest.raises(TypeError, match="expected a tensor, found Linear"):
         with_grad(nn.Linear(1, 1), copy=False)
@@ -843,6 +887,8 @@ def test_a_script_module_is_left_out_by_patterns_and_refused_by_name():
         features(model, "1")
     with pytest.raises(ValueError, match=r"'' is a \w+, a TorchScript module"):
         features(model[1], "")
+    with pytest.raises(ValueError, match="'' is a RecursiveScriptModule"):
+        features(torch.jit.script(nn.Sequential(nn.ReLU())), "0")
     assert hooks_on(model) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import NESTED, Known, Returns, Twice, mlp, same_state, state_of
+from models import NESTED, Constant, Known, Returns, Twice, mlp, same_state, state_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -307,6 +307,29 @@ def test_recomputation_under_checkpointing_is_not_counted():
             assert [figures.calls for figures in stats.values()] == [1, 1, 1], (reentrant, of)
 
 
+def test_a_layer_that_a_function_calls_in_its_backward_is_not_counted():
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return layer(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return layer(grad)
+
+    layer = nn.Linear(3, 3)
+    with layer_statistics(layer, "") as stats:
+        Adjoint.apply(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert stats[""].calls == 1
+
+
+def test_a_gradient_that_is_none_is_not_counted(model):
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        x = model[0](torch.ones(2, 4))
+        (Constant.apply(model[1](x)).sum() + x.sum()).backward()
+    assert list(stats) == ["0"]
+
+
 def test_threads_lose_no_count(model):
     x = torch.randn(50, 4)
     with layer_statistics(model, "1") as stats:
@@ -387,6 +410,19 @@ def test_it_is_a_mapping_of_the_layers_that_were_called(model):
         assert repr(stats) == "LayerStatistics(calls of 0: 1, 2: 0)"
         with pytest.raises(KeyError, match="'weight' was not asked for; asked for: '0', '2'"):
             stats["weight"]
+
+
+def test_the_model_itself_is_shown_by_its_empty_name(model):
+    with layer_statistics(model, "") as stats:
+        model(torch.ones(1, 4))
+    assert repr(stats) == "LayerStatistics(calls of '': 1)"
+    assert stats.table().splitlines()[1].split()[:2] == ["''", "1"]
+
+
+def test_of_many_layers_an_unknown_name_is_told_the_closest():
+    stats = layer_statistics(nn.Sequential(*[nn.ReLU() for _ in range(12)]), "*")
+    with pytest.raises(KeyError, match=r"'10\.0' was not asked for; asked for: '10'\W*$"):
+        stats["10.0"]
 
 
 def test_the_table_has_a_line_for_each_layer_also_for_one_that_was_never_called():

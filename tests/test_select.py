@@ -1,5 +1,7 @@
 """select: layers by name, by pattern, by class; and what a wrong one is told."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,11 @@ def test_a_module_instead_of_a_name_is_told_its_name_or_that_it_is_a_stranger(mo
         select(model, model.fc)
     with pytest.raises(TypeError, match="found Linear; it is not part of this model"):
         select(model, nn.Linear(3, 2))
+
+
+def test_a_pattern_of_a_class_that_is_no_pattern_is_told_its_class_alone(model):
+    with pytest.raises(TypeError, match=r"found Pattern$"):
+        select(model, re.compile("fc"))
 
 
 @pytest.mark.parametrize("function", ["select", "features", "layer_statistics", "verbose"])

@@ -1,13 +1,16 @@
 """verbose: a line for each layer that finishes, the last one for the layer that fails."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
-from models import NESTED, Returns, Twice, mlp, same_state, state_of
+from models import NESTED, Returns, Twice, Unhookable, mlp, same_state, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,6 +160,12 @@ def test_a_forward_that_calls_none_of_the_layers_says_so():
     ]
 
 
+def test_a_call_of_the_model_inside_its_own_forward_is_not_one_without_layers():
+    model = Returns(lambda x: model.layer(model(x[0])) if x.dim() > 1 else x)
+    model.layer = nn.Tanh()
+    assert lines_of(model, torch.ones(1, 2)) == ["layer  Tanh  [2]"]
+
+
 # ---- failures ----
 
 
@@ -183,6 +192,13 @@ def test_a_failure_in_the_forward_of_the_model_itself_names_the_model():
     assert lines[0] == "layer  Linear  [2, 2]"
     assert lines[1].startswith("Returns  Returns  failed on [2, 4]: RuntimeError: ")
     assert len(lines) == 2
+
+
+def test_a_layer_that_fails_on_several_inputs_shows_each():
+    model, lines = nn.Bilinear(2, 2, 2), []
+    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
+        model(torch.ones(1, 2), torch.ones(1, 3))
+    assert lines[-1].startswith("Bilinear  Bilinear  failed on ([1, 2], [1, 3]): RuntimeError")
 
 
 def test_a_call_with_wrong_arguments_shows_what_was_given():
@@ -222,6 +238,32 @@ def test_a_failure_that_the_model_handles_is_written_and_the_forward_goes_on():
     assert lines[1:] == ["narrow  Linear  [1, 2]"]
 
 
+def test_a_layer_that_failed_was_called_too():
+    class Lenient(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(9, 2)
+
+        def forward(self, x):
+            with suppress(RuntimeError):
+                self.wide(x)
+            return x
+
+    (line,) = lines_of(Lenient(), torch.ones(1, 4))
+    assert line.startswith("wide  Linear  failed on [1, 4]: RuntimeError")
+
+
+def test_an_error_is_not_kept_after_its_forward(model):
+    x = torch.ones(2, 9)
+    gone = weakref.ref(x)  # the frames of the error hold it
+    with verbose(model, write=lambda line: None):
+        with pytest.raises(RuntimeError):
+            model(x)
+        del x
+        gc.collect()
+        assert gone() is None
+
+
 def test_a_forward_interrupted_from_the_keyboard_does_not_spoil_the_next(model):
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -235,9 +277,44 @@ def test_a_forward_interrupted_from_the_keyboard_does_not_spoil_the_next(model):
     assert [line.split()[0] for line in lines] == ["0", "1", "2"]
 
 
+def test_a_layer_that_handles_an_interrupt_inside_it_has_its_line():
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    def patient(x):
+        with suppress(KeyboardInterrupt):
+            layer.inner(x)
+        return x
+
+    layer, lines = Returns(patient), []
+    layer.inner = Returns(interrupt)
+    with verbose(nn.Sequential(layer), depth=2, write=lines.append):
+        layer(torch.ones(2))
+        layer(torch.ones(2))
+    assert lines == ["0        Returns  [2]"] * 2
+
+
 def test_a_forward_that_was_stopped_early_has_not_failed(model):
     lines = []
     with verbose(model, write=lines.append), features(model, "0") as f:
+        f.run(torch.ones(2, 4))
+    assert lines == ["0  Linear      [2, 5]"]
+    lines.clear()
+    with verbose(model, "2", write=lines.append), features(model, "0") as f:
+        f.run(torch.ones(2, 4))
+    assert lines == []
+
+
+def test_the_layer_that_ends_a_run_has_its_line_in_a_block_inside_the_run(model):
+    lines = []
+
+    def run_and_write(x):
+        with verbose(model, write=lines.append):
+            return model(x)
+
+    around = Returns(run_and_write)
+    around.model = model
+    with features(around, "model.0") as f:
         f.run(torch.ones(2, 4))
     assert lines == ["0  Linear      [2, 5]"]
 
@@ -252,7 +329,23 @@ def test_recomputation_under_checkpointing_is_not_written():
         model.block, lines = block, []
         with verbose(model, depth=2, write=lines.append):
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-        assert [line.split()[0] for line in lines] == ["block.0", "block.1", "block.2", "block"]
+            assert [line.split()[0] for line in lines] == ["block.0", "block.1", "block.2", "block"]
+            for _ in range(2):
+                lines.clear()
+                block(torch.ones(2, 4))
+        assert [line.split("  ")[0] for line in lines] == ["block.0", "block.1", "block.2", "block"]
+
+
+def test_recomputation_inside_a_call_of_the_same_layer_is_not_written():
+    class Slope(nn.Module):
+        def forward(self, x, inner=False):
+            if inner:
+                return x.sin()
+            (slope,) = torch.autograd.grad(checkpoint(self, x, True, use_reentrant=False).sum(), x)
+            return slope
+
+    lines = lines_of(nn.Sequential(Slope()), torch.ones(2, requires_grad=True))
+    assert lines == ["0  Slope  [2]", "0 #2  Slope  [2]"]
 
 
 def test_after_the_block_the_model_is_as_before(model):
@@ -289,6 +382,18 @@ def test_bad_options_are_refused_and_no_hook_stays(model, options, error, words)
     with pytest.raises(error, match=words):
         verbose(model, **options)
     assert hooks_on(model) == []
+
+
+def test_what_is_no_module_is_refused_without_patterns_too():
+    with pytest.raises(TypeError, match="verbose: expected a module, found dict"):
+        verbose({"fc": nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize("watch", [verbose, features, layer_statistics])
+def test_a_layer_that_takes_no_hook_leaves_none_on_the_others(watch):
+    model = nn.Sequential(nn.Linear(2, 2), Unhookable(2, 2))
+    with no_leftovers(model), pytest.raises(ValueError, match="no hooks here"):
+        watch(model, "*")
 
 
 @pytest.mark.parametrize("watch", [partial(verbose, write=[].append), features, layer_statistics])
