@@ -4,6 +4,8 @@ import math
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,7 +270,9 @@ class Running:
         flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
         low, high = self._range
         # torch.histc counts in float32, which stops at 2 ** 24.
-        inside = sum(torch.histc(part, self._bins, low, high).to(torch.int64) for part in flat.split(EXACT))
+        with _counting():
+            parts = [torch.histc(part, self._bins, low, high) for part in flat.split(EXACT)]
+        inside = sum(part.to(torch.int64) for part in parts)
         row = torch.cat([(flat < low).sum()[None], inside, (flat > high).sum()[None]])
         if self._row_calls:
             self._rows[-1] = self._rows[-1] + row.to(self._rows[-1].device)
@@ -290,6 +294,20 @@ class Running:
         below, *counts, above = history.sum(0).tolist()
         history = history[: len(self._rows), 1:-1]
         return {"histogram": counts, "below": below, "above": above, "history": history, "range": self._range}
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    """On a GPU `torch.histc` is refused where algorithms have to be deterministic: it adds in any order, but whole numbers."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(False)  # without PyTorch's settings for its compiler
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(True, warn_only=warns)
 
 
 def unbatched(grad: Tensor) -> Tensor:

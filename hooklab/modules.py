@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from hooklab import _refuse
 from hooklab._compiler import eager, eager_inside
@@ -167,7 +167,7 @@ def features(
 
 @eager
 def _arrived(kept: Tensor, grad: Tensor | None) -> None:
-    if grad is not None and not is_legacy_batchedtensor(grad):
+    if grad is not None and not is_legacy_batchedtensor(grad) and not is_batchedtensor(grad):
         try:
             kept.grad = grad.detach() if grad.requires_grad else grad
         except RuntimeError:  # a nested tensor of the strided layout has no place for one

@@ -696,6 +696,18 @@ def test_with_grad_under_vmap_leaves_the_forward_alone(model, x):
         assert all(map(torch.equal, ensemble(), plain))
 
 
+def test_with_grad_has_no_gradient_of_those_that_come_in_batches(model, x):
+    batch = torch.eye(2).expand(3, 2, 2).movedim(1, 0)
+    with features(model, "1", keep=with_grad) as f:
+        out = model(x.requires_grad_())
+    torch.autograd.grad(out, x, batch, is_grads_batched=True, retain_graph=True)
+    assert f["1"].grad is None
+    torch.vmap(lambda grad: torch.autograd.grad(out, x, grad, retain_graph=True)[0])(batch)
+    assert f["1"].grad is None
+    out.sum().backward()
+    assert f["1"].grad.shape == f["1"].shape
+
+
 def test_with_grad_under_vmap_is_a_copy(x):
     def edited(row):
         kept = with_grad(row)

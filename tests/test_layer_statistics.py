@@ -718,3 +718,29 @@ def test_the_gradient_of_a_tensor_that_is_returned_twice_is_counted_once():
     with layer_statistics(model, "0", of="grad_output") as stats:
         model(torch.ones(2, 4))["last"].sum().backward()
     assert (stats["0"].calls, stats["0"].count) == (1, 12)
+
+
+@pytest.mark.parametrize("warns", [False, True])
+def test_a_histogram_is_counted_where_algorithms_have_to_be_deterministic(monkeypatch, warns):
+    """On a GPU PyTorch refuses `torch.histc` there, or warns."""
+    modes, histc = [], torch.histc
+
+    def as_on_a_gpu(*args):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return histc(*args)
+
+    monkeypatch.setattr(torch, "histc", as_on_a_gpu)
+    model = mlp(4, 3)
+    torch.use_deterministic_algorithms(True, warn_only=warns)
+    try:
+        with layer_statistics(model, "0", bins=4) as stats:
+            model(torch.ones(2, 4))
+        after = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sum(stats["0"].histogram) == 6
+    assert set(modes) == {False}
+    assert after == (True, warns)

@@ -16,6 +16,7 @@ from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import hooks_on, no_leftovers, trace
+from hooklab._walk import behind
 from hooklab.trace import NODE_CREATION_HOOK
 
 sees_new_nodes = pytest.mark.skipif(
@@ -906,3 +907,13 @@ def test_a_copy_made_inside_the_block_goes_through_no_graph_after_it(net, batch,
     )
     twin(batch).sum().backward()
     assert all(parameter.grad is not None for parameter in twin.parameters())
+
+
+def test_the_nodes_behind_another_are_given_once_however_many_ways_lead_there():
+    y = x = torch.ones(2, requires_grad=True)
+    for _ in range(60):  # 2 ** 60 ways
+        y = y + y
+    nodes = list(behind(y.grad_fn))
+    assert nodes[0] is y.grad_fn
+    assert len(nodes) == len(set(nodes)) == 61
+    assert nodes[-1].variable is x
