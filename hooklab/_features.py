@@ -17,7 +17,7 @@ from hooklab._compiler import eager
 from hooklab._installed import Installed
 from hooklab._packing import has_memory, outer_hooks
 from hooklab._select import groups, is_gathered, uncompiled
-from hooklab._walk import called_by_itself, is_running, map_tensors, outermost, tensors_in
+from hooklab._walk import called_by_itself, first_shape, is_running, map_tensors, outermost, tensors_in
 
 __all__ = ["Enough", "Features"]
 
@@ -211,8 +211,11 @@ class Features(Installed, Mapping[str, Any]):
                 elif (
                     frozen and output.__class__ is Tensor and output.is_inference() and task() == NO_BACKWARD
                 ):
-                    note((name, output, output.shape))
-                    return
+                    try:
+                        note((name, output, output.shape))
+                        return
+                    except RuntimeError:  # a strided nested tensor has no shape
+                        pass
                 look(name, output)
 
             return hook
@@ -411,5 +414,5 @@ def _versions(kept: Any) -> Any:
     Inference tensors have no version; of them it is the shape, since they may be the very tensor that later layers get.
     """
     if isinstance(kept, Tensor):
-        return kept.shape if kept.is_inference() else kept._version
+        return first_shape(kept) if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]

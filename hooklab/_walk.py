@@ -33,6 +33,7 @@ __all__ = [
     "within",
 ]
 
+PLAIN = frozenset([type(None), bool, int, float, str])  # they hold nothing
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
 
 
@@ -134,7 +135,7 @@ def tensors_in(value: object, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, PackedSequence):
         yield value.data
-    elif id(value) not in around:
+    elif value.__class__ not in PLAIN and id(value) not in around:
         for item in _items(value):
             yield from tensors_in(item, (*around, id(value)))
 
@@ -159,6 +160,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, around: dict[int,
     around = {} if around is None else around
     if isinstance(value, Tensor):
         return function(value)
+    if value.__class__ in PLAIN:
+        return value
     if isinstance(value, PackedSequence):  # the rest of it are lengths and an order
         return tuple.__new__(PackedSequence, (function(value.data), *value[1:]))
     if isinstance(value, Size):  # numbers; it refuses tuple's constructor
@@ -179,7 +182,7 @@ def _mapped(each: Callable[[Any], Any], value: Any, around: dict[int, Any]) -> A
         # torch.return_types (what `torch.max` returns) refuse tuple's constructor; named tuples may have their own.
         new = type(value)(items) if hasattr(value, "n_fields") else tuple.__new__(type(value), items)
         if hasattr(new, "__dict__"):
-            vars(new).update(vars(value))
+            vars(new).update({name: each(item) for name, item in vars(value).items()})
         return new
     if isinstance(value, list):
         around[id(value)] = new = _copied(value, [])

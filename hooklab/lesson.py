@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -289,6 +290,7 @@ def _steps(trace: Any) -> Iterator[Any]:
 
 if __name__ == "__main__":
     found = check_environment()
-    sys.stdout.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
+    with suppress(AttributeError):  # in a cell (%run -m) it is no file
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
     print(found)
     sys.exit(found.kind != "right")

@@ -96,12 +96,9 @@ class Server:
         try:
             message, files, *_ = socket.recv_fds(stand_in, MESSAGE, 3)
         except OSError:
-            message, files = b"", []
-        if not message:  # Jupyter has given it up meanwhile
-            stand_in.close()
-            return None
-        request = json.loads(message)
-        if early(request["environment"]) != self.early:
+            message, files = b"", []  # Jupyter has given it up meanwhile
+        request = json.loads(message or "null")
+        if request is None or early(request["environment"]) != self.early:
             stand_in.close()
         else:
             preload()
@@ -136,7 +133,10 @@ class Server:
 
     def hand_on(self, pid: int, stand_in: socket.socket) -> None:
         """A signal to the kernel."""
-        signals = stand_in.recv(1)
+        try:
+            signals = stand_in.recv(1)
+        except OSError:  # it went without having read the answer
+            signals = b""
         os.killpg(pid, signals[0] if signals else signal.SIGKILL)
         if not signals:
             self.selector.unregister(stand_in)

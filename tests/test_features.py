@@ -481,6 +481,16 @@ def test_an_inference_tensor_of_another_shape_than_its_layer_returned_is_refused
             f["0"]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("keep", [torch.Tensor.detach, torch.clone])
+def test_in_inference_mode_nested_tensors_of_an_encoder(keep):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2).eval()
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    with torch.inference_mode(), features(encoder, "layers.0", keep=keep) as f:
+        encoder(torch.randn(2, 4, 8), src_key_padding_mask=padding)
+    assert [part.shape for part in f["layers.0"].unbind()] == [(4, 8), (2, 8)]
+
+
 def test_in_inference_mode_an_ordinary_tensor_is_checked_still():
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     x = -torch.ones(2)
@@ -963,11 +973,11 @@ def test_containers_that_cannot_be_filled_as_others(wrapped, read, kind):
 
 
 class Loss(collections.namedtuple("Loss", "logits")):
-    """A tuple with an attribute."""
+    """A tuple with attributes."""
 
     def __new__(cls, logits, name="none"):
         made = super().__new__(cls, logits)
-        made.name = name
+        made.name, made.hidden = name, logits
         return made
 
 
@@ -975,7 +985,9 @@ def test_a_tuple_keeps_its_attributes():
     model = nn.Sequential(nn.Linear(2, 3), Returns(lambda out: Loss(out, "mean")))
     with features(model, "1") as f:
         model(torch.ones(1, 2))
-    assert (type(f["1"]), f["1"].name, f["1"].logits.requires_grad) == (Loss, "mean", False)
+    assert (type(f["1"]), f["1"].name) == (Loss, "mean")
+    assert not f["1"].logits.requires_grad
+    assert not f["1"].hidden.requires_grad
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -77,11 +78,16 @@ def test_a_stand_in_that_is_gone_before_it_is_answered_takes_nobody_along(tmp_pa
     with kernel() as (_, client):
         server = evaluate(client, "os.getppid()", "import os")
         request = {"environment": dict(os.environ), "folder": str(tmp_path), "arguments": ["-f", "gone.json"]}
-        for message in (b"", json.dumps(request).encode()):
+        for message, patience in (
+            (b"", 0),
+            (json.dumps(request).encode(), 0),
+            (json.dumps(request).encode(), 1),
+        ):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stand_in:
                 stand_in.connect(str(Path(os.environ[forked_kernels.SHARED], "server")))
                 if message:
                     socket.send_fds(stand_in, [message], [0, 1, 2])
+                select.select([stand_in], [], [], 60 * patience)  # until it could read the answer
         with kernel() as (_, another):
             assert evaluate(another, "os.getppid()", "import os") == server
         assert evaluate(client, "1 + 1") == 2

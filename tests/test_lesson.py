@@ -424,6 +424,11 @@ def test_weights_are_taken_from_the_cache_and_never_downloaded(tmp_path, monkeyp
         lesson.cached_weights("resnet18")
 
 
+def test_the_machine_can_be_checked_from_a_cell():
+    (cell,) = run("%run -m hooklab.lesson").cells
+    assert [output.text.splitlines()[-1] for output in cell.outputs] == ["Your machine is ready: go ahead."]
+
+
 def test_a_cell_is_known_where_ipython_is_as_old_as_on_colab(monkeypatch):
     """IPython 7 cannot be asked for the name of a cell; it keeps a list of the files."""
     monkeypatch.setattr(linecache, "_ipython_cache", {"/tmp/12.py": (0, 0.0, [], "")}, raising=False)
