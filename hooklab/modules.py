@@ -144,10 +144,9 @@ def features(
             last forward did not call.
         TypeError: `model` is no module, a pattern is no name or class, or `keep` cannot be called.
         ValueError: no pattern, or a layer that has no forward.
-        RuntimeError: on reading a feature that a later layer has overwritten in place; found through
-            the version counter, which inference tensors lack (of them only a change of shape is found), and what
-            `keep` takes out of it (`t.numpy()`, `t.data`): copy there. Also when entered again after its hooks were
-            removed.
+        RuntimeError: on reading a feature that a later layer has overwritten in place. The version counter shows it;
+            inference tensors have none, and only a change of their shape is found. Of what `keep` takes out of the tensor
+            (`t.numpy()`, `t.data`) no edit is found: copy it there. Also when entered again after its hooks were removed.
 
     Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
     that is compiled already may ignore hooks; a warning says so.

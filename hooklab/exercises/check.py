@@ -118,7 +118,8 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
             torch.enable_grad(),
             warnings.catch_warnings(),
         ):
-            # The same answer gets the same message each time: a net drawn anew may have a dead ReLU. Only on the CPU.
+            # The same answer gets the same message each time: a net drawn anew may have a dead ReLU. The generators of
+            # GPUs stay alone: they would not be put back.
             torch.default_generator.manual_seed(0)
             if callable(task.solution) and not callable(answer):
                 refuse(
