@@ -1,13 +1,15 @@
 """What torch.compile must leave alone: our hooks run in Python, on real tensors."""
 
+import gc
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 
 import torch
 from torch import nn
 
-__all__ = ["compiling", "eager", "eager_inside", "refuse_compiling", "warn_if_compiled"]
+__all__ = ["compiling", "eager", "eager_inside", "refuse_compiling", "warn_if_compiled", "warn_if_ignored"]
 
 try:
     # The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own;
@@ -79,6 +81,25 @@ def warn_if_compiled(function: str, model: nn.Module, stacklevel: int) -> None:
             "and nothing inside it will be seen. Install them before torch.compile, or run under "
             "torch.compiler.set_stance('force_eager').",
             stacklevel=stacklevel,
+        )
+
+
+def warn_if_ignored(function: str, layers: Iterable[nn.Module]) -> None:
+    """At the end of a block that has seen no call: say so, if something compiled around these may have called them."""
+    if "torch._dynamo" not in sys.modules or sys.exception() is not None:
+        return
+    own = set(layers)
+    modules = (
+        one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in vars(one)
+    )
+    if any(_is_compiled(one) and not own.isdisjoint(one.modules()) for one in modules):
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"{function}: nothing was seen in this block. A compiled model ignores hooks that are installed once it has "
+            "run: open the block before torch.compile, or run it under torch.compiler.set_stance('force_eager').",
+            stacklevel=level,
         )
 
 

@@ -43,7 +43,7 @@ class Features(Installed, Mapping[str, Any]):
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], keep: Callable[[Tensor], Any]):
-        super().__init__()
+        super().__init__("features", layers.values())
         self._model = model
         self._detaches = keep is Tensor.detach
         self._keep = keep
@@ -64,6 +64,7 @@ class Features(Installed, Mapping[str, Any]):
         self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
         self._groups = list(groups(layers))
+        self._silent: dict[str, str] = {}  # after the block, if there was no forward: why
         root, recorder = uncompiled(model), self._recorders()
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
@@ -98,6 +99,12 @@ class Features(Installed, Mapping[str, Any]):
         super().remove()
         self._within.clear()  # it may lead to what a call was given
         self._no_shortcuts()  # a copy of the model still has hooks, and a forward may have been interrupted
+        if self._model is not None:  # it may go, what was kept stays
+            self._silent = {name: self._why_silent(name) for name in self._first if not self._forwards}
+            self._model, self._modules, self._groups = None, set(), []
+
+    def _has_seen(self) -> bool:
+        return bool(self._forwards or self._alone)
 
     @property
     def calls(self) -> Mapping[str, list[Any]]:
@@ -126,14 +133,14 @@ class Features(Installed, Mapping[str, Any]):
         self._home, around = self._thread, getattr(_runs, "of", ())
         _runs.of = (*around, self)
         self._no_shortcuts()
-        own = len(self._handles)
+        own, model, root = len(self._handles), self._model, uncompiled(self._model)
         try:
             # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
-            self._whole = any(map(is_gathered, self._model.modules()))
+            self._whole = any(map(is_gathered, model.modules()))
             for module, _ in () if self._whole else self._groups:
                 self._handles.append(module.register_forward_hook(self._stop))
-            self._model(*args, **kwargs)
+            model(*args, **kwargs)
         except Exception as error:
             if not self._ended(error):
                 raise
@@ -142,7 +149,7 @@ class Features(Installed, Mapping[str, Any]):
             self._wanted.clear()
             while len(self._handles) > own:
                 self._handles.pop().remove()
-            if self._thread in self._running and not is_running(uncompiled(self._model)):
+            if self._thread in self._running and not is_running(root):
                 self._running.remove(self._thread)  # interrupted from the keyboard, which no hook hears of
             self._thread, self._task, _runs.of = 0, task, around
         return self
@@ -229,7 +236,7 @@ class Features(Installed, Mapping[str, Any]):
             return
         # It may have begun before there were hooks that could have told.
         strange = self._is_elsewhere() or get_ident() in self._strangers
-        if strange and is_running(uncompiled(self._model)):
+        if strange and self._model is not None and is_running(uncompiled(self._model)):
             return
         # Also in a recomputation, which has to draw the random numbers that the forward has drawn.
         try:
@@ -351,16 +358,17 @@ class Features(Installed, Mapping[str, Any]):
             close = get_close_matches(str(name), self._first) or list(self._first)[:5]
             raise KeyError(f"features: {name!r} was not asked for; asked for: {_refuse.listed(close)}")
         if not self._forwards:
-            watched = [uncompiled(self._model)] if self._model is not None else []
-            watched += [module for module, names in self._groups if name in names]
-            raise KeyError(
-                f"features: no output of {name!r} yet; run the model inside the block {_refuse.why_silent(watched)}"
-            )
+            why = self._silent.get(name) or self._why_silent(name)
+            raise KeyError(f"features: no output of {name!r} yet; run the model inside the block {why}")
         raise KeyError(
             f"features: the last forward did not call {name!r}: it was skipped, or its forward is called directly, or "
             "its weights are used without calling it (as nn.MultiheadAttention does with out_proj), or another layer has "
             "taken its place since"
         )
+
+    def _why_silent(self, name: str) -> str:
+        watched = [module for module, names in self._groups if name in names]
+        return _refuse.why_silent([*([uncompiled(self._model)] if self._model is not None else []), *watched])
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:
         what = None

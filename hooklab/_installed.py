@@ -1,8 +1,13 @@
 """Hooks that were installed together and go together."""
 
+from collections.abc import Iterable
 from typing import Any, Self
+from weakref import WeakSet
+
+from torch import nn
 
 from hooklab._checkpoints import graph_task
+from hooklab._compiler import warn_if_ignored
 
 __all__ = ["Installed", "kwargs_and_output"]
 
@@ -18,14 +23,22 @@ def kwargs_and_output(given: tuple) -> tuple[dict, Any]:
 class Installed:
     """Owns the handles it was given: removes those and no others, at `.remove()` or at the end of a `with`."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "", layers: Iterable[nn.Module] = ()) -> None:
         self._handles: list[Any] = []
+        self._what, self._layers = what, WeakSet(layers)  # that calls are expected of
         self._task = graph_task()  # the backward in whose hook this was made
 
     def remove(self) -> None:
         """Take the hooks off again; what was recorded stays. Twice is harmless."""
+        if self._layers and not self._has_seen():
+            warn_if_ignored(self._what, self._layers)
+        self._layers.clear()
         while self._handles:
             self._handles.pop().remove()
+
+    def _has_seen(self) -> bool:
+        """False if no hook has fired."""
+        return True
 
     def __deepcopy__(self, memo: dict) -> Self:
         """A copy of a hooked model has the same hooks, and they report here too."""
@@ -33,7 +46,7 @@ class Installed:
 
     def __getstate__(self) -> dict[str, Any]:
         """What was recorded can be pickled, as a part of a model perhaps; hooks stay where they are."""
-        return {**vars(self), "_handles": []}
+        return {**vars(self), "_handles": [], "_layers": set()}
 
     def __enter__(self) -> Self:
         if not self._handles:

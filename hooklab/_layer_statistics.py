@@ -23,7 +23,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     """Figures of what chosen layers return, or of its gradients: what `layer_statistics` returns."""
 
     def __init__(self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float]):
-        super().__init__()
+        super().__init__("layer_statistics", layers.values())
         self.of = of
         self._running: dict[str, Running] = {}
         self._why_silent: dict[str, str] = {}
@@ -37,6 +37,9 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         except BaseException:
             self.remove()
             raise
+
+    def _has_seen(self) -> bool:
+        return bool(len(self))
 
     def table(self) -> str:
         """All figures as text, a line for each layer; dashes where nothing was counted."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hooklab._compiler import eager
 from hooklab._geometry import Geometry
 from hooklab._packing import hold, refuse_edited, unhold, version_probe
+from hooklab.stores import Disk, PinnedMemory
 
 __all__ = ["Packed", "Queue"]
 
@@ -66,7 +67,11 @@ class Packed:
 
     def move(self) -> None:
         """Write the content to the store. Of the tensor only the version counter stays."""
-        self.slot = self.queue.store.write(self.geometry.flat(self.tensor))
+        flat, store = self.geometry.flat(self.tensor), self.queue.store
+        # Ours copy at once. Another one may keep or pickle what it is given, and all the memory behind a view with it.
+        if not isinstance(store, Disk | PinnedMemory) and flat.nbytes < flat.untyped_storage().nbytes():
+            flat = flat.clone()
+        self.slot = store.write(flat)
         self.counter, self.tensor, self.stay = version_probe(self.tensor), None, None
 
     def content(self) -> Tensor:

@@ -2,10 +2,12 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch._utils import ExceptionWrapper
+from torch.autograd import graph
 
 from hooklab._checkpoints import recomputing
 from hooklab._compiler import eager
@@ -17,6 +19,9 @@ from hooklab._walk import CALL, forget_interrupted, leave, shapes
 __all__ = ["Verbose"]
 
 MAX_NAME, MAX_TYPE = 40, 20  # characters of a column
+RERAISE = ExceptionWrapper.reraise.__code__  # raises anew what a replica of nn.DataParallel has raised
+BACKWARD = graph._engine_run_backward.__code__  # of the frame in which a backward runs
+MARK = "_hooklab_written_by"  # on an error: who has written it. Kept here, it would keep all that its frames hold
 
 
 class _Thread(threading.local):
@@ -25,19 +30,19 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, BaseException | None]] = []  # the calls that are running
         self.calls: dict[str, int] = {}  # the lines of this forward, by label
-        self.reported: BaseException | None = None
-        self.lines = 0  # of the whole object, when this forward began
+        self.lines = self.failures = 0  # of the whole object, when this forward began
 
 
 class Verbose(Installed):
     """Writes while a forward runs, until it is removed: what `verbose` returns."""
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], write: Callable[[str], object]):
-        super().__init__()
+        super().__init__("verbose", layers.values())
         self._write = write
         self._root = uncompiled(model)
         self._local = _Thread()
-        self._lines = 0  # written so far, in all threads
+        self._lines = self._failures = 0  # written so far, in all threads
+        self._mark, self._seen = object(), False
         labels = {module: _label(module, names) for module, names in groups(layers)}
         # Wide enough for most: one layer with a long name must not push all shapes off the page.
         self._names = min(MAX_NAME, max(map(len, labels.values())))
@@ -66,9 +71,13 @@ class Verbose(Installed):
         if module is self._root:
             forget_interrupted(local.stack)
         if not local.stack:
-            local.calls, local.reported, local.lines = {}, None, self._lines
+            local.calls, local.lines, local.failures = {}, self._lines, self._failures
+            self._seen = True
         # An error may be on its way already: a forward may call a layer while it handles one.
         local.stack.append((module, sys.exception()))
+
+    def _has_seen(self) -> bool:
+        return self._seen
 
     def _end(self, label: str | None) -> Callable:
         @eager
@@ -80,14 +89,12 @@ class Verbose(Installed):
             _, before = stack.pop()
             error = sys.exception()
             if error is not before and not isinstance(error, Enough):
-                self._failed(module, args, kwargs, error)
+                self._failed(error, module, args, kwargs)
             elif label is not None and (error is before or output is not None):
                 self._finished(label, module, output)
             elif module is self._root and not stack and self._lines == self._local.lines and error is before:
                 name = type(module).__name__
                 self._write(f"{name}  {name}  {shapes(output)}  (none of the chosen layers was called)")
-            if not stack:
-                self._local.reported = None
 
         return hook
 
@@ -100,12 +107,23 @@ class Verbose(Installed):
         kind = type(module).__name__
         self._write(f"{name.ljust(self._names)}  {kind.ljust(self._types)}  {shapes(output)}".rstrip())
 
-    def _failed(self, module: nn.Module, args: tuple, kwargs: dict, error: BaseException) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        """Hooks do not hear of what is no Exception (Ctrl-C), nor of what a hook behind ours has raised."""
+        try:
+            calls = list(_calls(error)) if self._handles and not isinstance(error, Enough) else []
+            parts = set(self._root.modules()) if calls else set()
+            if any(module in parts for module, *_ in calls):
+                self._failed(error, *calls[-1])
+        finally:
+            super().__exit__(kind, error, traceback)
+
+    def _failed(self, error: BaseException, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """One line for the innermost layer that raised, whether or not it was to be written."""
-        if error is self._local.reported:
+        written = any(self._mark in vars(one).get(MARK, ()) for one in _told(error))
+        if written or (_from_replica(error) and self._failures > self._local.failures):
             return
-        self._local.reported = error
-        module, args, kwargs = _innermost(error) or (module, args, kwargs)
+        vars(error).setdefault(MARK, []).append(self._mark)
+        module, args, kwargs = next(reversed([*_calls(error)]), (module, args, kwargs))
         # A replica of nn.DataParallel has the dictionaries of the module it was made from.
         hooks = module._forward_hooks
         names = [
@@ -116,7 +134,7 @@ class Verbose(Installed):
             ": "
         )
         label = names[0] if names and names[0] else type(module).__name__
-        self._lines += 1
+        self._lines, self._failures = self._lines + 1, self._failures + 1
         self._write(
             f"{label}  {type(module).__name__}  failed on {given}: {said}"
         )  # long enough without columns
@@ -128,12 +146,27 @@ def _label(module: nn.Module, names: list[str]) -> str:
     return " = ".join(shown if len(shown) == len(names) else [*shown, f"… ({len(names)} names)"])
 
 
-def _innermost(error: BaseException) -> tuple[nn.Module, tuple, dict] | None:
-    """The module whose call was running deepest when the error was raised, with its inputs."""
-    found, step = None, error.__traceback__
-    while step is not None:
+def _calls(error: BaseException | None) -> Iterator[tuple[nn.Module, tuple, dict]]:
+    """The calls of modules whose forward was running when the error was raised, the innermost last, with their inputs."""
+    step = error.__traceback__ if error is not None else None
+    while step is not None and step.tb_frame.f_code is not BACKWARD:
         if step.tb_frame.f_code is CALL:
             local = step.tb_frame.f_locals
-            found = local["self"], local["args"], local["kwargs"]
+            yield local["self"], local["args"], local["kwargs"]
         step = step.tb_next
-    return found
+
+
+def _told(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those of which it says that they are its cause: `raise ... from`."""
+    told: list[BaseException] = []  # it may be its own
+    while error is not None and error not in told:
+        yield error
+        told.append(error)
+        error = error.__cause__
+
+
+def _from_replica(error: BaseException) -> bool:
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    return step is not None and step.tb_frame.f_code is RERAISE

@@ -72,10 +72,11 @@ def verbose(
         An object with `.remove()`. A line holds the name, the type and the shapes of the output (of nested
         tuples, lists, dicts and dataclasses too); `#2` marks the second call in one forward; a layer with
         two names is written `a = b`, with more than three `a = b = … (5 names)`. A forward that raises ends with a
-        line that names the innermost layer that failed, the shapes it was given and the error; one that calls none
+        line that names the innermost layer that failed, the shapes it was given and the error (at the end of the
+        `with` block, if it is interrupted, or if a forward hook raises that was put on the model later); where a layer
+        around it says the same in other words, `raise ... from error`, there is no second line. A forward that calls none
         of the layers has a line that says so. What runs in a backward (recomputation under checkpointing, the adjoint
-        of a solver) is not written (except in threads that a layer starts inside a reentrant checkpoint); nor is an
-        error in a forward hook that was put on the model itself later.
+        of a solver) is not written (except in threads that a layer starts inside a reentrant checkpoint).
 
     Raises:
         KeyError, TypeError, ValueError: as `select`; a layer that has no forward; `depth` is no whole number, or
@@ -83,7 +84,8 @@ def verbose(
         RuntimeError: entered again after its hooks were removed.
 
     Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
-    that is compiled already may ignore hooks; a warning says so.
+    that is compiled already may ignore hooks; a warning says so, at the end of the block where the compiled one is
+    around `model`. Not where a compiled function calls it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
@@ -149,7 +151,8 @@ def features(
             (`t.numpy()`, `t.data`) no edit is found: copy it there. Also when entered again after its hooks were removed.
 
     Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
-    that is compiled already may ignore hooks; a warning says so.
+    that is compiled already may ignore hooks; a warning says so, at the end of the block where the compiled one is
+    around `model`. Not where a compiled function calls it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -273,7 +276,8 @@ def layer_statistics(
         RuntimeError: entered again after its hooks were removed.
 
     Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
-    that is compiled already may ignore hooks; a warning says so.
+    that is compiled already may ignore hooks; a warning says so, at the end of the block where the compiled one is
+    around `model`. Not where a compiled function calls it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())

@@ -4,6 +4,7 @@ import math
 import threading
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ class Offload:
             only parameters themselves (and views of them) are recognised, and a buffer that a later forward of the block
             has changed without a version (running statistics) may come back as it was at the first.
         to: `"cpu"`: pinned memory, for tensors on a CUDA device; without one, everything passes through and
-            counts in `.kept_bytes`. `"disk"`: a file without a name among the temporary files;
+            counts in `.kept_bytes`. It stays pinned, for the next step, until the process ends; that of a
+            `hooklab.stores.PinnedMemory()` of your own goes with it. `"disk"`: a file without a name among the temporary files;
             `hooklab.stores.Disk(folder)` for another place. Or a store of your own: `write(tensor) -> slot` and
             `read(slot) -> tensor`, both 1-D.
         keep: bytes that may stay: the newest, which backward wants first. Of a slice all the memory behind it counts,
@@ -223,6 +225,11 @@ class Offload:
             if not self._saved_any:
                 _packing.warn_of_nothing("Offload", self._model)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Offload: it cannot be copied or pickled, nor a model that holds it; make one for each block"
+        )
+
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
 
@@ -249,7 +256,7 @@ def _store(to: Any) -> Any:
     if to == "disk":
         return Disk()
     if to == "cpu":
-        return _shared.setdefault("cpu", PinnedMemory()) if torch.cuda.is_available() else None
+        return _pinned() if torch.cuda.is_available() else None
     if isinstance(to, type):
         raise TypeError(
             f"Offload(to=...): expected a store, found the class {to.__name__}; make one: to={to.__name__}()"
@@ -264,8 +271,10 @@ def _store(to: Any) -> Any:
     return to
 
 
-# One memory for all `Offload(to="cpu")`, as long as one of them, or its graph, is alive: pinning is slow.
-_shared: weakref.WeakValueDictionary[str, PinnedMemory] = weakref.WeakValueDictionary()
+@cache
+def _pinned() -> PinnedMemory:
+    """One memory for all `Offload(to="cpu")`: pinning is slow, and the next step wants as much again."""
+    return PinnedMemory()
 
 
 # Of this thread: the `blocks` that are open, each with its Offload and its hooks.

@@ -1,6 +1,7 @@
 """Part 3: where offloaded tensors live. A store has two methods: `write(tensor) -> slot`, `read(slot) -> tensor`.
 
-A slot is any object; its space is free again once nobody holds the slot. A store may also have
+A slot is any object; its space is free again once nobody holds the slot. What `write` is given shares no memory with
+anything larger, but autograd may still use it: copy it, as `clone` or a file does. A store may also have
 `prefetch(slot)`, a hint that `slot` is read soon, and `reaches(tensor)`, False for what it cannot take. A store
 of your own can be this short:
 
@@ -18,6 +19,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -52,30 +54,40 @@ class Row:
     """Which bytes of a row are free. The smallest gap that fits is used; neighbouring gaps join."""
 
     def __init__(self, length: float = math.inf):
-        self.gaps: list[tuple[int, float]] = [(0, length)]  # from, to; in order, never touching each other
+        self.ends: dict[int, float] = {0: length}  # of the gaps: where each ends, by where it begins
+        self.starts: dict[float, int] = {length: 0}  # the other way round
+        self.sizes: list[tuple[float, int]] = [(length, 0)]  # sorted, each with where it begins
         self.freed: deque[tuple[int, int]] = deque()  # by slots, not yet among the gaps
 
     def take(self, nbytes: int) -> int | None:
         """Where `nbytes` may begin, or None if the row is full."""
         self.join()
         size = _aligned(nbytes)
-        fitting = [(end - start, start, end) for start, end in self.gaps if end - start >= size]
-        if not fitting:
+        place = bisect_left(self.sizes, (size, 0))
+        if place == len(self.sizes):
             return None
-        _, start, end = min(fitting)
-        self.gaps[self.gaps.index((start, end))] = start + size, end  # perhaps empty: it joins the next one
+        start = self.sizes[place][1]
+        if start + size < (end := self._close(start)):
+            self._open(start + size, end)
         return start
 
     def join(self) -> None:
         """Make gaps of what slots have given back."""
         while self.freed:
-            self.gaps.append(self.freed.popleft())
-        joined: list[tuple[int, float]] = []
-        for start, end in sorted(self.gaps):
-            if joined and joined[-1][1] == start:
-                start, _ = joined.pop()
-            joined.append((start, end))
-        self.gaps = joined
+            start, end = self.freed.popleft()
+            if (before := self.starts.get(start)) is not None:
+                self._close(before)
+                start = before
+            self._open(start, self._close(end) if end in self.ends else end)
+
+    def _open(self, start: int, end: float) -> None:
+        self.ends[start], self.starts[end] = end, start
+        insort(self.sizes, (end - start, start))
+
+    def _close(self, start: int) -> float:
+        end = self.ends.pop(start)
+        del self.starts[end], self.sizes[bisect_left(self.sizes, (end - start, start))]
+        return end
 
 
 class Disk:
@@ -112,7 +124,13 @@ class Disk:
             advice = f"make it first, or give another: os.makedirs({self.folder!r})"
             raise OSError(errno.ENOENT, f"Disk: expected a folder; {advice}", self.folder)
         # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
-        self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
+        except OSError as error:
+            what = (
+                f"Disk: no file can be made in this folder ({error.strerror}); give one that you may write to"
+            )
+            raise OSError(error.errno, what, self.folder) from error
         self._process = os.getpid()
         weakref.finalize(self, _close, self._file, self._process)
         self._row = Row()
@@ -179,7 +197,7 @@ class Disk:
     def _full(self, what: str, wanted: int) -> str:
         with self._lock:
             self._row.join()
-            self._file.truncate(self._row.gaps[-1][0])  # what was written of it before the disk was full
+            self._file.truncate(self._row.starts[math.inf])  # what was written of it before the disk was full
         free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
         return (
             f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "

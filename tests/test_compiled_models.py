@@ -8,6 +8,7 @@ import logging.handlers
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -132,6 +133,53 @@ def test_what_comes_after_compiling_is_announced(model, how):
         ) as caught:
             call(compiled, "1").remove()
         assert caught[0].filename == __file__
+
+
+TOOLS = [
+    partial(verbose, write=lambda line: None),
+    features,
+    layer_statistics,
+    partial(layer_statistics, of="grad_output"),
+]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "Module.compile of all"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_block_that_saw_nothing_says_so_where_something_compiled_is_around_its_layers(
+    tool, how, x, recwarn
+):
+    part = nn.Sequential(nn.Linear(4, 3))
+    model = nn.Sequential(part, nn.ReLU())
+    if how == "torch.compile":
+        compiled, hooked = torch.compile(model, backend="eager"), model
+    else:
+        model.compile(backend="eager")
+        compiled, hooked = model, part
+    compiled(x)
+    recwarn.clear()
+    with tool(hooked, "0"):
+        compiled(x)
+    (said,) = [each for each in recwarn if "nothing was seen in this block" in str(each.message)]
+    assert said.filename == __file__
+    handle = tool(part, "0")
+    with pytest.warns(UserWarning, match="nothing was seen in this block") as caught:
+        handle.remove()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_block_that_saw_something_or_is_not_compiled_or_fails_says_nothing(tool, x, recwarn):
+    other = torch.compile(mlp(4, 3), backend="eager")
+    compiled = torch.compile(model := mlp(4, 3), backend="eager")
+    with tool(model, "0"):
+        model(x).sum().backward()
+    with tool(mlp(4, 3), "0"):
+        other(x)
+    recwarn.clear()
+    with pytest.raises(ValueError, match="a fault"), tool(model, "0"):
+        raise ValueError("a fault")
+    assert compiled(x).shape == (3, 3)
+    assert not [each for each in recwarn if "nothing was seen" in str(each.message)]
 
 
 def test_with_grad_is_right_in_a_model_compiled_afterwards(model, x):

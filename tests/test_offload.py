@@ -1,8 +1,11 @@
 """`Offload`: the same gradients bit for bit, whatever is saved, and nothing left when the graph is gone."""
 
 import contextlib
+import copy
 import functools
 import gc
+import io
+import pickle
 import threading
 import warnings
 import weakref
@@ -10,13 +13,14 @@ import weakref
 import pytest
 import torch
 from counting_store import CountingStore
+from fake_device import SlowDevice, SlowMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import Offload, no_leftovers, saved_tensors
+from hooklab import Offload, no_leftovers, saved, saved_tensors
 from hooklab._geometry import Geometry
 from hooklab._offload import Packed
 
@@ -206,6 +210,84 @@ def test_to_cpu_without_a_gpu_passes_through_and_says_so():
         y = x.exp().sin()
     assert (offload.moved_bytes, offload.kept_bytes) == (0, 4000)
     y.sum().backward()
+
+
+def test_pinned_memory_is_pinned_once_for_all_steps(monkeypatch):
+    pinned, device = [], SlowDevice()
+
+    def memory():
+        one = SlowMemory(device)
+        one._pinned = lambda nbytes: pinned.append(nbytes) or device.pinned(nbytes)
+        return one
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(saved, "PinnedMemory", memory)
+    saved._pinned.cache_clear()
+    try:
+        x = leaf(1000)
+        for _ in range(3):
+            with Offload(min_bytes=0):  # no name holds it
+                y = x.exp().sin()
+            y.sum().backward()
+            del y
+            gc.collect()
+        assert len(pinned) == 1
+        assert device.copies > 0
+        assert device.hazards == 0
+    finally:
+        saved._pinned.cache_clear()
+
+
+class Pickles:
+    """A store as one would write it at first."""
+
+    def __init__(self):
+        self.files = []
+
+    def write(self, tensor):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        self.files.append(file)
+        return file
+
+    def read(self, slot):
+        slot.seek(0)
+        return torch.load(slot)
+
+
+class Keeps(Pickles):
+    """Copies nothing."""
+
+    def write(self, tensor):
+        self.files.append(tensor)
+        return tensor
+
+    def read(self, slot):
+        return slot
+
+
+@pytest.mark.parametrize("kind", [Pickles, Keeps])
+@pytest.mark.parametrize(
+    "part", [lambda t: t[3, :10], lambda t: t[:, 5], lambda t: t[:2].T], ids=["row", "column", "rows"]
+)
+def test_a_slice_takes_nothing_else_to_a_store_of_the_users(kind, part):
+    store, base, x = kind(), torch.randn(300, 300), leaf(1)
+    (expected,) = torch.autograd.grad((x * part(base)).sum(), x)
+    with Offload(to=store, min_bytes=0) as offload:
+        y = x * part(base)
+    held = [
+        file.untyped_storage().nbytes() if kind is Keeps else file.getbuffer().nbytes for file in store.files
+    ]
+    assert len(held) == 1
+    assert offload.moved_bytes <= held[0] < offload.moved_bytes + 2000 < base.nbytes
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied_without_a_word(copied):
+    with pytest.raises(TypeError, match=r"Offload: it cannot be copied or pickled.*make one for each block"):
+        copied(Offload())
 
 
 def test_on_the_meta_device_a_counting_store_counts():

@@ -33,7 +33,13 @@ def slot(row, nbytes):
 
 def end(row):
     """From here on nothing is taken."""
-    return row.gaps[-1][0]
+    return row.starts[math.inf]
+
+
+def gaps(row):
+    assert {end: start for start, end in row.ends.items()} == row.starts
+    assert sorted((end - start, start) for start, end in row.ends.items()) == row.sizes
+    return sorted(row.ends.items())
 
 
 # ---- rows of bytes ----
@@ -75,7 +81,7 @@ def test_a_gap_at_the_end_shortens_the_row():
     slots = [slot(row, ALIGNMENT) for _ in range(3)]
     slots.pop(1), slots.pop(1)
     row.join()
-    assert row.gaps == [(ALIGNMENT, math.inf)]
+    assert gaps(row) == [(ALIGNMENT, math.inf)]
 
 
 def test_a_row_of_fixed_length_says_that_it_is_full():
@@ -98,10 +104,10 @@ def test_no_two_slots_of_a_row_overlap_and_all_room_comes_back(steps):
         spans = sorted((one.start, one.start + one.nbytes) for one in slots)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         row.join()
-        assert all(left[1] < right[0] for left, right in pairwise(row.gaps))
+        assert all(left[1] < right[0] for left, right in pairwise(gaps(row)))
     slots.clear()
     row.join()
-    assert row.gaps == [(0, math.inf)]
+    assert gaps(row) == [(0, math.inf)]
 
 
 # ---- disk ----
@@ -190,8 +196,12 @@ def test_disk_refuses_a_folder_that_it_cannot_write_to(tmp_path):
         folder = Path("/proc")  # not even root can make a file there
         if not folder.is_dir():
             pytest.skip("root may write everywhere here")
-    with pytest.raises(OSError, match=str(folder)):
+    with pytest.raises(
+        OSError, match=r"no file can be made in this folder.*one that you may write to"
+    ) as error:
         Disk(folder)
+    assert error.value.filename == str(folder)
+    assert error.value.errno in (errno.EACCES, errno.ENOENT)
 
 
 def short_and_full(real, room, number=errno.ENOSPC):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import NESTED, Returns, Twice, Unhookable, mlp, same_state, state_of
 from torch import nn
+from torch._utils import ExceptionWrapper
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import features, hooks_on, layer_statistics, no_leftovers, verbose
@@ -294,6 +295,91 @@ def test_a_layer_that_handles_an_interrupt_inside_it_has_its_line():
     assert lines == ["0        Returns  [2]"] * 2
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_block_ends_with_the_layer_that_was_running(model, error):
+    def stop(x):
+        raise error
+
+    model[1][0] = Returns(stop)
+    lines = []
+    with no_leftovers(model), pytest.raises(error), verbose(model, write=lines.append):
+        model(torch.ones(2, 4))
+    assert lines == ["0  Linear      [2, 5]", f"1.0  Returns  failed on [2, 5]: {error.__name__}"]
+
+
+def test_a_hook_behind_ours_on_the_model_that_raises_has_a_line(model):
+    def broken(module, args, output):
+        raise ValueError("from a hook")
+
+    lines = []
+    with pytest.raises(ValueError, match="from a hook"), verbose(model, "2", write=lines.append):
+        model.register_forward_hook(broken)
+        model(torch.ones(2, 4))
+    assert lines == [
+        "2  Softmax  [2, 3]",
+        "Sequential  Sequential  failed on [2, 4]: ValueError: from a hook",
+    ]
+    assert len(hooks_on(model)) == 1
+
+
+def test_what_fails_after_the_forward_has_no_line(model):
+    def stop(x):
+        if torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+        return x.exp()
+
+    def again(x):
+        return checkpoint(model[1][0], x, use_reentrant=False)
+
+    model[1][0], lines = Returns(stop), []
+    model[1].insert(1, Returns(again))
+    with pytest.raises(KeyboardInterrupt), verbose(model, write=lines.append):
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="batch"), verbose(model, write=lines.append):
+        nn.CrossEntropyLoss()(model(torch.ones(2, 4)), torch.ones(5, dtype=torch.long))
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"] * 2
+    assert not any("failed" in line for line in lines)
+
+
+def test_a_failure_told_in_other_words_has_one_line(model):
+    """By the layer around it; where something else fails while a failure is handled, that has its own."""
+
+    def tells(x):
+        try:
+            return model[1](x)
+        except RuntimeError as error:
+            raise ValueError("the middle failed") from error
+
+    def tries_another(x):
+        try:
+            return model[1](x)
+        except RuntimeError:
+            return model[0](x)
+
+    model[1][1], failed = nn.Linear(7, 3), []
+    for forward in (tells, tries_another):
+        lines = []
+        model.forward = forward
+        with pytest.raises((RuntimeError, ValueError)), verbose(model, write=lines.append):
+            model(torch.ones(2, 5))
+        failed.append([line.split()[0] for line in lines if "failed on [2, 5]: RuntimeError" in line])
+        assert len(failed[-1]) == len(lines)
+    assert failed == [["1.1"], ["1.1", "0"]]
+
+
+def test_nested_blocks_each_write_the_failure(model):
+    model[2], inner, outer = nn.Linear(7, 3), [], []
+    with (
+        pytest.raises(RuntimeError) as caught,
+        verbose(model, write=outer.append),
+        verbose(model, write=inner.append),
+    ):
+        model(torch.ones(2, 4))
+    assert inner == outer
+    assert inner[-1].startswith("2  Linear  failed on [2, 3]: RuntimeError")
+    assert type(pickle.loads(pickle.dumps(caught.value))) is RuntimeError
+
+
 def test_a_forward_that_was_stopped_early_has_not_failed(model):
     lines = []
     with verbose(model, write=lines.append), features(model, "0") as f:
@@ -415,19 +501,21 @@ class InThreads(nn.Module):
         results, parts = {}, x.chunk(2)
 
         def work(number):
+            together.wait()
             try:
                 results[number] = replicas[number](parts[number])
-            except RuntimeError as error:
-                results[number] = error
+            except RuntimeError:
+                results[number] = ExceptionWrapper(where=f"in replica {number}")
 
-        replicas = [_replica(self.module) for _ in parts]
-        for number in range(len(parts)):
-            thread = threading.Thread(target=work, args=(number,))
+        replicas, together = [_replica(self.module) for _ in parts], threading.Barrier(len(parts))
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(parts))]
+        for thread in threads:
             thread.start()
+        for thread in threads:
             thread.join()
         for result in results.values():
-            if isinstance(result, RuntimeError):
-                raise result
+            if isinstance(result, ExceptionWrapper):
+                result.reraise()
         return torch.cat(list(results.values()))
 
 
@@ -445,10 +533,34 @@ def test_replicas_in_other_threads_are_seen_and_named():
     assert [line.split()[0] for line in lines] == ["module.1", "module.1"]
     lines.clear()
     model.module[2] = nn.Linear(3, 2)
-    with verbose(model, write=lines.append), pytest.raises(RuntimeError):
+    with (
+        verbose(model, write=lines.append),
+        pytest.raises(RuntimeError, match="Caught RuntimeError in replica"),
+    ):
         model(torch.ones(4, 4))
-    assert lines[0].startswith("module.2  Linear  failed on [2, 5]: RuntimeError")
-    assert not any("none of the chosen" in line for line in lines)
+    assert len(lines) == 2
+    assert all(
+        line.startswith("module.2  Linear  failed on [2, 5]: RuntimeError: addmm: mat1") for line in lines
+    )
+
+
+def test_an_error_from_elsewhere_that_is_raised_anew_has_its_line(model):
+    """As one of a DataLoader's worker is: no layer has failed before it."""
+
+    def broken(x):
+        try:
+            raise RuntimeError("in a worker")
+        except RuntimeError:
+            there = ExceptionWrapper(where="in DataLoader worker process 0")
+        there.reraise()
+
+    model[1], lines = Returns(broken), []
+    with verbose(model, write=lines.append), pytest.raises(RuntimeError, match="in a worker"):
+        model(torch.ones(2, 4))
+    assert (
+        lines[-1]
+        == "1  Returns  failed on [2, 5]: RuntimeError: Caught RuntimeError in DataLoader worker process 0."
+    )
 
 
 def test_a_pre_hook_that_raises_has_a_line(model):
