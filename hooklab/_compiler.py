@@ -97,8 +97,8 @@ def warn_if_ignored(function: str, layers: Iterable[nn.Module]) -> None:
         while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
             level, frame = level + 1, frame.f_back
         warnings.warn(
-            f"{function}: nothing was seen in this block. A compiled model ignores hooks that are installed once it has "
-            "run: open the block before torch.compile, or run it under torch.compiler.set_stance('force_eager').",
+            f"{function}: no call of a layer was seen in this block. A compiled model ignores hooks that are installed once it "
+            "has run: open the block before torch.compile, or run it under torch.compiler.set_stance('force_eager').",
             stacklevel=level,
         )
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hooklab import _refuse
 from hooklab._checkpoints import NO_BACKWARD, graph_task
-from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compiled
+from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compiled, warn_if_ignored
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
 from hooklab._packing import hold, installed, outer_hooks, unhold
@@ -49,6 +49,9 @@ class Trace:
         self._contexts = ExitStack()
         self._sees_new_nodes = False
         self._removed = self._entered = False
+        self._layers: Any = weakref.WeakSet(
+            model.modules() if model is not None else ()
+        )  # that calls are expected of
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = Running()
         self._calls: Counter[str] = Counter()
@@ -77,6 +80,7 @@ class Trace:
             "_handles": [],
             "_held": [],
             "_watched": [],
+            "_layers": (),
             "_removed": True,
         }
 
@@ -100,6 +104,9 @@ class Trace:
 
     def remove(self) -> None:
         """Take every hook off again; the events stay. Twice is harmless."""
+        if self._layers and not any(event.kind == "forward pre-hook" for event, _ in self._recorded):
+            warn_if_ignored("trace", self._layers)
+        self._layers = ()
         self._removed = True  # what belongs to the block ends with the block, and notes nothing until then
         while self._handles:
             self._handles.pop().remove()
