@@ -49,9 +49,8 @@ class Trace:
         self._contexts = ExitStack()
         self._sees_new_nodes = False
         self._removed = self._entered = False
-        self._layers: Any = weakref.WeakSet(
-            model.modules() if model is not None else ()
-        )  # that calls are expected of
+        layers = [] if model is None else [*model.modules()]  # a compiler cannot make the set of a generator
+        self._layers: Any = weakref.WeakSet(layers)  # that calls are expected of
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._running = Running()
         self._calls: Counter[str] = Counter()

@@ -157,6 +157,11 @@ def test_a_block_that_saw_nothing_says_so_where_something_compiled_is_around_its
         model.compile(backend="eager")
         compiled, hooked = model, part
     compiled(x)
+    fired = []
+    with hooked[0].register_forward_hook(lambda *args: fired.append(1)):
+        compiled(x)
+    if fired:
+        pytest.skip("this PyTorch compiles anew for a hook")
     recwarn.clear()
     with tool(hooked, "0"):
         compiled(x)
