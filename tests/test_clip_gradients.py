@@ -1,6 +1,8 @@
 """clip_gradients: one hook on each parameter, gone as one."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -90,6 +92,22 @@ def test_after_the_block_nothing_is_left_also_when_it_raises(model):
     assert same_state(before, state_of(model))
     assert [hook.owner for hook in hooks_on(model)] == ["user"]
     handle.remove()
+
+
+def test_after_the_block_the_model_is_pickled_and_copied_as_before(model):
+    unclipped = gradients(model)
+    model.zero_grad()
+    before, plain = state_of(model), pickle.dumps(model)
+    with no_leftovers(model), clip_gradients(model, -1, 1):
+        gradients(model)
+        model.zero_grad()
+    assert same_state(before, state_of(model))
+    assert pickle.dumps(model) == plain
+    for twin in (copy.deepcopy(model), pickle.loads(plain)):
+        assert hooks_on(twin) == []
+        assert list(twin.state_dict()) == list(model.state_dict())
+        assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
+        assert all(torch.equal(grad, unclipped[name]) for name, grad in gradients(twin).items())
 
 
 def test_nested_blocks_both_clip_and_removing_twice_is_harmless(model):

@@ -162,6 +162,18 @@ def test_what_keep_raises_reaches_the_user_with_the_name_of_the_layer(model, x):
     assert raised.value.__notes__ == ["hooklab.features: raised by keep, on the output of '2'"]
 
 
+@pytest.mark.parametrize("how", ["in a run", "in a tuple", "in a call by itself"])
+def test_so_does_what_it_raises_where_an_output_is_looked_at_twice(x, how):
+    model = nn.Sequential(Returns(lambda x: (x, x) if how == "in a tuple" else x + 1))
+    with (
+        no_leftovers(model),
+        pytest.raises(ZeroDivisionError) as raised,
+        features(model, "0", keep=lambda t: 1 / 0) as f,
+    ):
+        (f.run if how == "in a run" else model[0] if how == "in a call by itself" else model)(x)
+    assert raised.value.__notes__ == ["hooklab.features: raised by keep, on the output of '0'"]
+
+
 def test_packed_sequences_and_recurrent_layers_keep_their_structure():
     lstm, x = nn.LSTM(3, 4), torch.randn(5, 2, 3)
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
@@ -385,6 +397,21 @@ def test_a_forward_interrupted_from_the_keyboard_does_not_spoil_the_next(model, 
         assert len(f.calls["1"]) == 1
 
 
+def test_after_the_block_the_model_may_go_and_what_was_kept_stays(x):
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    with features(model, "0", "1") as f:
+        model(x)
+    with features(model, "0") as idle:
+        pass
+    expected, gone = model[0](x), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(f["0"], expected)
+    with pytest.raises(KeyError, match="no output of '0' yet; run the model inside the block"):
+        idle["0"]
+
+
 def test_a_forward_that_fails_keeps_what_came_before(model, x):
     model[4] = nn.Linear(99, 2)
     with (
@@ -394,6 +421,51 @@ def test_a_forward_that_fails_keeps_what_came_before(model, x):
     ):
         model(x)
     assert list(f) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["registered before", "registered inside"])
+@pytest.mark.parametrize("runs", [False, True], ids=["forward", "run"])
+def test_an_error_of_a_users_hook_arrives_as_it_is_and_the_next_forward_is_kept(model, x, inside, runs):
+    def broken(module, args, output):
+        raise error
+
+    error = ValueError("from a hook of the user's")
+    expected = {name: by_hand(model, name, x) for name in ("0", "1", "2")}
+    outside = contextlib.nullcontext() if inside else model[1].register_forward_hook(broken)
+    with outside as handle, features(model, "*") as f:
+        handle = model[1].register_forward_hook(broken) if inside else handle
+        with pytest.raises(ValueError, match="from a hook of the user's") as raised:
+            (f.run if runs else model)(x)
+        assert raised.value is error
+        assert not hasattr(error, "__notes__")
+        assert list(f) == (["0", "1"] if inside else ["0"])
+        handle.remove()
+        model(x + 1)
+        (f.run if runs else model)(x)
+        assert [len(outputs) for outputs in f.calls.values()] == [1] * 5
+        assert all(torch.equal(f[name], kept) for name, (kept,) in expected.items())
+    assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["registered before", "registered inside"])
+def test_an_error_of_a_users_hook_that_ends_the_block_leaves_that_hook_alone(model, x, inside):
+    def broken(module, args, output):
+        raise error
+
+    error = ValueError("from a hook of the user's")
+    handle = None if inside else model[1].register_forward_hook(broken)
+    with (
+        pytest.raises(ValueError, match="from a hook of the user's") as raised,
+        features(model, "*", "") as f,
+    ):
+        handle = handle or model[1].register_forward_hook(broken)
+        model(x)
+    assert raised.value is error
+    assert list(f) == (["0", "1"] if inside else ["0"])
+    assert list(model[1]._forward_hooks.values()) == [broken]
+    assert [hook.owner for hook in hooks_on(model)] == ["user"]
+    handle.remove()
+    assert hooks_on(model) == []
 
 
 def test_recomputation_under_checkpointing_is_not_counted(x):

@@ -348,6 +348,20 @@ def test_a_run_notices_what_cannot_be_run_again(tmp_path):
     assert failing(tmp_path, again="1") == [("not_judged", 4), ("not_late", 4), ("not_twice", 4)]
 
 
+def test_a_run_notices_what_depends_on_pretrained_weights(tmp_path):
+    loads = "weights = lesson.cached_weights(models.ResNet18_Weights.DEFAULT)"
+    for stem, last in {
+        "independent": f"{loads}\nassert weights is None or 'fc.weight' in weights",
+        "dependent": f"{loads}\nassert weights is None or weights.get('bn1.num_batches_tracked') != 7",
+        "never_loads": f"if False:\n    {loads}",
+    }.items():
+        cells = ["from torchvision import models\nfrom hooklab import lesson", last]
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+        nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
+    assert failing(tmp_path, again="1") == [("dependent", 1), ("never_loads", 1)]
+    assert failing(tmp_path) == []
+
+
 def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeypatch, capsys):
     import refresh
 

@@ -397,6 +397,55 @@ def test_a_forward_that_fails_leaves_the_figures_and_no_hook(model):
     assert "4" not in stats
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["registered before", "registered inside"])
+@pytest.mark.parametrize("of", ["output", "grad_output"])
+def test_an_error_of_a_users_hook_arrives_as_it_is_and_the_next_step_is_counted(model, inside, of):
+    def broken(module, args, output):
+        raise error
+
+    error, x = ValueError("from a hook of the user's"), torch.linspace(-1, 1, 8).view(2, 4)
+    counted = [] if of == "grad_output" else ["0", "1"] if inside else ["0"]  # there is no backward
+    expected = {}
+    for index in range(3):
+        output = model[: index + 1](2 * x)
+        once = [output] if of == "output" else torch.autograd.grad(model[index + 1 :](output).sum(), output)
+        expected[str(index)] = [model[: index + 1](x)] * (str(index) in counted) + [*once]
+    handle = None if inside else model[1].register_forward_hook(broken)
+    with layer_statistics(model, *expected, of=of) as stats:
+        handle = handle or model[1].register_forward_hook(broken)
+        with pytest.raises(ValueError, match="from a hook of the user's") as raised:
+            model(x)
+        assert raised.value is error
+        assert not hasattr(error, "__notes__")
+        assert list(stats) == counted
+        handle.remove()
+        model(2 * x).sum().backward()
+    for name, tensors in expected.items():
+        assert_exact(stats[name], tensors)
+    assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["registered before", "registered inside"])
+@pytest.mark.parametrize("of", ["output", "grad_output"])
+def test_an_error_of_a_users_hook_that_ends_the_block_leaves_that_hook_alone(model, inside, of):
+    def broken(module, args, output):
+        raise error
+
+    error = ValueError("from a hook of the user's")
+    handle = None if inside else model[1].register_forward_hook(broken)
+    with (
+        pytest.raises(ValueError, match="from a hook of the user's") as raised,
+        layer_statistics(model, "*", "", of=of),
+    ):
+        handle = handle or model[1].register_forward_hook(broken)
+        model(torch.ones(2, 4))
+    assert raised.value is error
+    assert list(model[1]._forward_hooks.values()) == [broken]
+    assert [hook.owner for hook in hooks_on(model)] == ["user"]
+    handle.remove()
+    assert hooks_on(model) == []
+
+
 # ---- the table, and what is refused ----
 
 

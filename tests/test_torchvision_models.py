@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+import torchvision
 from torchvision import models
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+from torchvision.models.regnet import BlockParams
 
 from hooklab import features, no_leftovers
 from hooklab._walk import tensors_in
@@ -88,6 +90,44 @@ def test_features_are_what_hooks_by_hand_and_the_extractor_of_torchvision_find(n
             continue
         assert layer not in differ
     assert (not differ) == (name in AGREES)
+
+
+def overwritten(model, x):
+    """The layers whose outputs the extractor of torchvision would return as a later step has left them."""
+    *_, (last, _) = model.named_children()
+    extractor = create_feature_extractor(model, [last], suppress_diff_warning=True)
+    versions = {}
+    can_be_had = {node.target for node in extractor.graph.nodes if node.op == "call_module"}
+    for name in can_be_had:
+
+        def hook(module, args, output, name=name):
+            versions.setdefault(name, [(tensor, tensor._version) for tensor in tensors_in(output)])
+
+        extractor.get_submodule(name).register_forward_hook(hook)
+    with torch.no_grad():
+        extractor(x)
+    return {name for name, kept in versions.items() if any(t._version != version for t, version in kept)}
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+def test_how_many_models_the_extractor_of_torchvision_returns_overwritten_values_of(monkeypatch):
+    """The figures of 24. An edit in place counts as one on the `meta` device, too, where nothing is computed."""
+    own = BlockParams.from_init_params
+
+    def on_the_cpu(*args, **kwargs):  # a RegNet computes its sizes with tensors
+        with torch.device("cpu"):
+            return own(*args, **kwargs)
+
+    monkeypatch.setattr(BlockParams, "from_init_params", on_the_cpu)
+    every, found = models.list_models(module=models), set()
+    for name in every:
+        with torch.device("meta"):
+            model, x = models.get_model(name).eval(), torch.empty(1, 3, 224, 224)
+        if overwritten(model, x):
+            found.add(name)
+    assert SIDES.keys() - found == AGREES
+    if torchvision.__version__.startswith("0.29."):
+        assert (len(found), len(every)) == (40, 80)
 
 
 def test_the_extractor_of_torchvision_takes_one_layer_for_another():

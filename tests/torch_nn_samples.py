@@ -120,6 +120,7 @@ SAMPLES |= {
     "Sequential": (lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)), lambda: (rows(),)),
     "SoftMarginLoss": (nn.SoftMarginLoss, lambda: (rows(), signs(3, 4))),
     "Softmax2d": (nn.Softmax2d, lambda: (image(),)),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), lambda: (image(),)),  # of one process: a batch norm as any other
     "Threshold": (lambda: nn.Threshold(0.1, 0.0), lambda: (rows(),)),
     "Transformer": (lambda: nn.Transformer(4, 2, 1, 1, 8), lambda: (sequence(), sequence())),
     "TransformerDecoder": (
@@ -151,7 +152,6 @@ ABSTRACT = {
     "ModuleList": "has no forward",
     "ParameterDict": "has no forward",
     "ParameterList": "has no forward",
-    "RNNBase": "the base of RNN, LSTM and GRU",
-    "RNNCellBase": "the base of the cells",
-    "SyncBatchNorm": "needs a GPU",
+    "RNNBase": "has no forward; the base of RNN, LSTM and GRU",
+    "RNNCellBase": "has no forward; the base of the cells",
 }

@@ -1,7 +1,7 @@
 """The same task done by others: keep the output of every named layer in one forward.
 
-Each function returns a callable that runs one forward, and raises ModuleNotFoundError where its package is missing;
-the two by hand also return what removes their hooks.
+Each function returns a callable that runs one forward. It raises ModuleNotFoundError where its package is missing, and
+Unfit where the package cannot watch such a model. The two by hand also return what removes their hooks.
 """
 
 import importlib
@@ -11,7 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["PEERS", "bare_features", "bare_mean_std"]
+__all__ = ["PEERS", "Unfit", "bare_features", "bare_mean_std"]
+
+
+class Unfit(Exception):
+    """A peer that asks of the model what this one has not."""
 
 
 def bare_features(model: nn.Module, names: list[str], x: torch.Tensor) -> tuple[Callable, Callable]:
@@ -65,10 +69,10 @@ def torchcam(model, names, x):
 
 def transformer_lens(model, names, x):
     """Needs hook points in the model: a copy of a Sequential gets one behind each of the named layers."""
+    if not isinstance(model, nn.Sequential):
+        raise Unfit("transformer-lens: its hook points must stand in the model's own code")
     package = importlib.import_module("transformer_lens")
     HookPoint = importlib.import_module("transformer_lens.hook_points").HookPoint
-    if not isinstance(model, nn.Sequential):
-        raise ModuleNotFoundError("transformer-lens: its hook points must stand in the model's own code")
 
     class Hooked(package.HookedRootModule):
         def __init__(self):
