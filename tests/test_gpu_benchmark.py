@@ -1,15 +1,55 @@
-"""The logic of tests/benchmarks/gpu_offload.py, on a small model without a GPU."""
+"""The logic of tests/benchmarks/gpu_offload.py, on small models without a GPU; and the cells that show its result."""
 
+import gc
 import importlib.util
 import json
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import matplotlib
 import pytest
 import torch
+import torchvision
 from fake_device import SlowDevice, SlowMemory
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hooklab import saved_tensors
 
 FILE = Path(__file__).parent / "benchmarks" / "gpu_offload.py"
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "33_offloading_to_cpu.ipynb"
+COMMON = [
+    "stock",
+    "save_on_cpu, pinned",
+    "checkpoint, every block",
+    "checkpoint_segments 1/2/6/3",
+    "checkpoint_segments 2/3/3",
+]
+OURS, SEGMENTS, THEIRS = "Offload", "checkpoint_segments + Offload", "torchtune OffloadActivations"
+ON_CPU = [
+    *COMMON,
+    *(f"{OURS}, keep {keep} GB" for keep in (0, 20)),
+    *(f"{SEGMENTS}, keep {keep} GB" for keep in (0, 3)),
+]
+ON_CUDA = [
+    *COMMON,
+    *(f"{OURS}, keep {keep} GB" for keep in (0, 5, 10, 20, 30)),
+    *(f"{SEGMENTS}, keep {keep} GB" for keep in (0, 1, 2, 3)),
+    THEIRS,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """The benchmark collects garbage often; what was there before need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +66,14 @@ def test_every_strategy_has_the_gradients_of_stock_and_its_figures(benchmark, tm
     assert benchmark.main(["--device", "cpu", "--rounds", "1", "--steps", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     names = [run["name"] for run in result["runs"]]
-    assert names == list(result["gradients_bit_equal"])
+    assert names == list(result["gradients_bit_equal"]) == ON_CPU
     assert all(result["gradients_bit_equal"].values())
     assert all(run["seconds"] > 0 and run["first_seconds"] > 0 for run in result["runs"])
     moved = {run["name"]: run["moved_bytes"] for run in result["runs"]}
     assert moved["Offload, keep 0 GB"] > moved["Offload, keep 20 GB"]
     assert 0 < moved["checkpoint_segments + Offload, keep 0 GB"] < moved["Offload, keep 0 GB"] * 0.6
     assert result["link"] is None
+    assert (result["left_out"], result["failed"], result["rounds"], result["steps"]) == ({}, {}, 1, 1)
     assert "verdict" not in result  # it is about a GPU
     capsys.readouterr()
 
@@ -49,9 +90,327 @@ def test_without_a_gpu_nothing_is_measured(benchmark, monkeypatch, capsys):
 def test_gradients_agree_through_a_device_that_is_slow(benchmark):
     device = SlowDevice()
     task = benchmark.Task("resnet18", 2, 32, "cpu", lambda: SlowMemory(device, in_flight=50_000), unit=10**4)
-    assert all(benchmark.gradients_agree(task).values())
+    failed: dict[str, str] = {}
+    agree = benchmark.gradients_agree(task, benchmark.strategies(False)[0], failed)
+    assert list(agree) == ON_CPU
+    assert all(agree.values())
+    assert failed == {}
     assert device.copies > 0
     assert device.hazards == 0
+
+
+# ---- a device that says it is CUDA ----
+
+
+class Tiny(nn.Module):
+    """Has the four layers that the strategies know, and takes no time.
+
+    No Linear: `save_on_cpu(pin_memory=True)` gives its weight back with other strides, and the last bit may differ.
+    """
+
+    def __init__(self, weights: None = None):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        for name in ("layer1", "layer2", "layer3", "layer4"):
+            blocks = [
+                nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(6)
+            ]
+            setattr(self, name, nn.Sequential(*blocks))
+        self.last = nn.Conv2d(4, 1000, 1)
+
+    def forward(self, x):
+        x = self.layer4(self.layer3(self.layer2(self.layer1(self.stem(x)))))
+        return self.last(x.mean((2, 3), keepdim=True)).flatten(1)
+
+
+class OffloadActivations(saved_tensors_hooks):
+    """Takes torchtune's place: it too moves what is no parameter and not small, as often as it is saved."""
+
+    def __init__(self, use_pin_memory: bool, use_streams: bool):
+        assert use_pin_memory
+        assert use_streams
+        self.tracker, self.count = {}, 0
+        super().__init__(self.pack, lambda number: self.tracker.pop(number)[0])
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        assert len(self.tracker) < 1000
+        self.count += 1
+        moves = tensor.nbytes >= 1024 and not isinstance(tensor, nn.Parameter)
+        self.tracker[self.count] = tensor.clone() if moves else tensor.detach(), moves
+        return self.count
+
+
+class Cuda(SimpleNamespace):
+    """`peak` grows with every asking; a test may look around when the cache of pinned memory is emptied."""
+
+    peak = 0
+
+    def when_emptied(self) -> None:
+        pass
+
+    def memory(self) -> int:
+        self.peak += 10**9
+        return self.peak
+
+
+@pytest.fixture
+def cuda(benchmark, monkeypatch) -> Cuda:
+    found = Cuda()
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, found.memory)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of no make")
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: found.when_emptied(), raising=False)
+    monkeypatch.setattr(benchmark, "link", lambda device: {"to_host_GBps": 50.0})
+    monkeypatch.setattr(benchmark, "driver", lambda: "1.2")
+    monkeypatch.setattr(torchvision.models, "tiny", Tiny, raising=False)
+    torchtune, training = ModuleType("torchtune"), ModuleType("torchtune.training")
+    torchtune.training, training.OffloadActivations = training, OffloadActivations
+    monkeypatch.setitem(sys.modules, "torchtune", torchtune)
+    monkeypatch.setitem(sys.modules, "torchtune.training", training)
+    return found
+
+
+def fake_task(benchmark, store: Callable[[], Any] | None = None) -> Any:
+    task = benchmark.Task("tiny", 4, 16, "cpu", store or benchmark.Copies, unit=2 * 10**4)
+    task.device = SimpleNamespace(type="cuda")
+    return task
+
+
+def results(benchmark, rounds: int = 1, only: str = "", **options: Any) -> list[dict[str, Any]]:
+    """After every round, as they stand in the file."""
+    task, small = fake_task(benchmark, **options), fake_task(benchmark)
+    return [json.loads(json.dumps(found)) for found in benchmark.run(task, small, rounds, 2, only)]
+
+
+def breaks(benchmark, monkeypatch, name: str, at: int, error: BaseException | None = None) -> list[Any]:
+    """That contender raises in the forward of its step number `at`; the list: what the step has made by then."""
+    whole, steps, made = benchmark.strategies, [], []
+
+    class Thing:
+        pass
+
+    def strategies(*arguments: Any) -> Any:
+        found, left_out = whole(*arguments)
+        begin = found[name]
+
+        def context(give: Callable[[], Any]) -> Any:
+            steps.append(1)
+            if len(steps) < at:
+                return give()
+            thing = Thing()
+            made.append(weakref.ref(thing))
+            raise error or torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+        def begin_it(task: Any) -> Callable[[], Any]:
+            give = begin(task)
+            return lambda: context(give)
+
+        found[name] = begin_it
+        return found, left_out
+
+    monkeypatch.setattr(benchmark, "strategies", strategies)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_every_contender_takes_part_on_a_gpu_and_what_it_moves_is_counted(benchmark, cuda):
+    (result,) = results(benchmark)
+    assert [run["name"] for run in result["runs"]] == list(result["gradients_bit_equal"]) == ON_CUDA
+    assert all(result["gradients_bit_equal"].values())
+    assert (result["left_out"], result["failed"]) == ({}, {})
+    assert result["verdict"]["not compared"] == []
+    moved = {run["name"]: run["moved_bytes"] for run in result["runs"]}
+    assert [name for name in ON_CUDA if not moved[name]] == [name for name in COMMON if "save" not in name]
+    for ours in (OURS, SEGMENTS):
+        sizes = [moved[name] for name in ON_CUDA if name.startswith(f"{ours}, ")]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == len(sizes)
+
+    task = fake_task(benchmark)
+    with saved_tensors(task.model) as saved:
+        loss = nn.functional.cross_entropy(task.model(task.x), task.labels)
+    loss.backward()
+    assert moved["save_on_cpu, pinned"] == saved.total_bytes
+    assert moved[THEIRS] == sum(record.bytes for record in saved if record.bytes >= 1024 and not record.owner)
+    assert moved[THEIRS] < moved["save_on_cpu, pinned"]
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_who_should_move_something_and_does_not_fails(benchmark, cuda):
+    task, failed = fake_task(benchmark), {}
+    task.unit = 10**9  # all is small now
+    agree = benchmark.gradients_agree(task, benchmark.strategies(True)[0], failed)
+    assert failed == {}
+    assert [name for name in agree if not agree[name]] == [name for name in ON_CUDA if "Offload, " in name]
+
+
+def test_what_is_not_known_is_not_zero(benchmark, cuda):
+    begin = benchmark.torchtune_offloading()
+    context = begin(fake_task(benchmark))()
+    with context:
+        pass
+    assert context.moved_bytes == 0
+    del context.tracker
+    with context:
+        pass
+    assert context.moved_bytes is None
+
+
+def test_pinned_memory_lives_for_one_turn(benchmark, cuda):
+    stores, alive = [], []
+
+    def store() -> Any:
+        made = benchmark.Copies()
+        stores.append(weakref.ref(made))
+        alive.append(sum(reference() is not None for reference in stores))
+        return made
+
+    left = []
+    cuda.when_emptied = lambda: left.append(sum(reference() is not None for reference in stores))
+    results(benchmark, rounds=2, store=store, only="segments.*Offload")
+    assert len(stores) == 2 * 4  # one for all steps of a turn
+    assert set(alive) == {1}
+    assert len(left) == 1 + 5 * 3  # of the link, of the gradients, of two rounds
+    assert set(left) == {0}
+
+
+def test_the_cache_of_pinned_memory_has_another_name_in_older_versions(benchmark, cuda, monkeypatch):
+    emptied = []
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(1), raising=False)
+    benchmark.release(fake_task(benchmark))
+    assert emptied == [1]
+
+
+# In the gradients, in a first step, in a timed one, in the second round.
+@pytest.mark.parametrize(("step", "rounds"), [(1, 0), (2, 0), (3, 0), (5, 1)])
+def test_who_fails_is_recorded_and_the_others_go_on(benchmark, cuda, monkeypatch, capsys, step, rounds):
+    name = "Offload, keep 0 GB"
+    made, left = breaks(benchmark, monkeypatch, name, step), []
+    cuda.when_emptied = lambda: left.extend(thing() for thing in made)
+    first, second = results(benchmark, rounds=2, only="save|Offload, keep 0")
+    why = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    assert second["failed"] == {name: why}
+    assert first["failed"] == ({} if rounds else {name: why})
+    assert f"{name} failed: {why}" in capsys.readouterr().err
+    others = ["stock", "save_on_cpu, pinned", "checkpoint_segments + Offload, keep 0 GB"]
+    assert [run["name"] for run in second["runs"]] == others
+    assert (name in [run["name"] for run in first["runs"]]) == bool(rounds)
+    assert set(second["verdict"]["not compared"]) == set(ON_CUDA) - set(others)
+    assert set(left) == {None}  # nothing holds what the step has made when memory is released
+    assert len(made) == 1  # and it is not tried again
+
+
+def test_without_stock_nothing_is_claimed(benchmark, cuda, monkeypatch):
+    breaks(benchmark, monkeypatch, "stock", 1)
+    (result,) = results(benchmark, only="segments")
+    assert result["verdict"]["6.5 GB at 1.5x reached by"] == []
+    assert result["verdict"]["not compared"][-1] == "stock"
+    assert not any(result["gradients_bit_equal"].values())
+
+
+@pytest.mark.parametrize("broken", ["torchtune", "torchtune.training"])
+def test_who_cannot_be_imported_is_left_out_and_it_says_why(benchmark, cuda, monkeypatch, capsys, broken):
+    monkeypatch.delitem(sys.modules, "torchtune.training")
+    monkeypatch.setitem(sys.modules, broken, None)
+    (result,) = results(benchmark, only="save|torchtune")
+    assert set(result["left_out"]) == set(ON_CUDA[2:])
+    assert result["left_out"][THEIRS].startswith("ModuleNotFoundError: ")
+    assert "torchtune" in result["left_out"][THEIRS]
+    assert f"{THEIRS} is left out: {result['left_out'][THEIRS]}" in capsys.readouterr().err
+    assert THEIRS in result["verdict"]["not compared"]
+    assert [run["name"] for run in result["runs"]] == ON_CUDA[:2]
+
+
+def test_some_by_their_names(benchmark, cuda):
+    (result,) = results(benchmark, only="save|2/3/3")
+    chosen = ["stock", "save_on_cpu, pinned", "checkpoint_segments 2/3/3"]
+    assert [run["name"] for run in result["runs"]] == chosen
+    assert set(result["left_out"]) == set(ON_CUDA) - set(chosen)
+    assert set(result["left_out"].values()) == {"does not match --only save|2/3/3"}
+    assert result["verdict"]["not compared"] == list(result["left_out"])
+
+
+def test_the_file_is_written_after_every_round_and_at_once(benchmark, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torchvision.models, "resnet18", Tiny)
+    out = tmp_path / "new" / "result.json"
+    quick = ["--device", "cpu", "--only", "save", "--steps", "1", "--out", str(out), "--rounds"]
+    # Somebody ends it in the second round: in the fourth step of stock, after the gradients and two of the first round.
+    with monkeypatch.context() as here:
+        breaks(benchmark, here, "stock", 4, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            benchmark.main([*quick, "3"])
+    result = json.loads(out.read_text())
+    assert result["rounds"] == 1
+    assert [run["name"] for run in result["runs"]] == ON_CPU[:2]
+    whole = out.read_text()
+    with monkeypatch.context() as here:
+        here.setattr(Path, "replace", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            benchmark.main([*quick, "1"])
+    assert out.read_text() == whole
+    assert benchmark.main([*quick, "2"]) == 0
+    assert json.loads(out.read_text())["rounds"] == 2
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    capsys.readouterr()
+
+
+def test_a_part_does_not_take_the_place_of_the_whole(benchmark, cuda, monkeypatch, tmp_path, capsys):
+    out = tmp_path / "result.json"
+    given = []
+    monkeypatch.setattr(benchmark, "RESULT", out)
+    monkeypatch.setattr(benchmark, "Task", lambda *arguments, **options: given.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = {"gradients_bit_equal": {"stock": True}, "failed": {}}
+    monkeypatch.setattr(benchmark, "run", lambda *arguments: iter([result]))
+    assert benchmark.main(["--only", "2/3/3"]) == 0
+    assert not out.exists()
+    assert benchmark.main([]) == 0
+    assert json.loads(out.read_text()) == result
+    assert given[2:] == [("resnet152", 256, 224, "cuda"), ("resnet50", 4, 96, "cuda")]
+    capsys.readouterr()
+
+
+def test_the_exit_code_tells_of_a_failure(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(torchvision.models, "resnet18", Tiny)
+    few = ["--device", "cpu", "--rounds", "1", "--steps", "1", "--only", "save"]
+    assert benchmark.main(few) == 0
+    with monkeypatch.context() as here:
+        breaks(benchmark, here, "save_on_cpu, pinned", 2)
+        assert benchmark.main(few) == 1
+    with monkeypatch.context() as here:
+        here.setattr(benchmark, "gradients_agree", lambda *arguments: {"stock": True, "another": False})
+        assert benchmark.main(few) == 1
+    for none in ("--rounds", "--steps"):
+        with pytest.raises(SystemExit):
+            benchmark.main([*few, none, "0"])
+    capsys.readouterr()
+
+
+def test_a_driver_without_a_name(benchmark, monkeypatch):
+    answer = SimpleNamespace(returncode=0, stdout="580.1\n580.1\n")
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *arguments, **options: answer)
+    assert benchmark.driver() == "580.1"
+    answer.stdout = "\n"
+    assert benchmark.driver() == "unknown"
+    answer.stdout, answer.returncode = "NVIDIA-SMI has failed", 9
+    assert benchmark.driver() == "unknown"
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
+    assert benchmark.driver() == "unknown"
+
+
+def test_figures_are_medians_and_the_worst_peak(benchmark):
+    row = {"name": "it", "moved_bytes": None, "peaks": [5, 7], "reserved": [8, 6]}
+    found = benchmark.finished(row | {"first": [9.0, 4.0], "times": [3.0, 1.0, 2.5, 2.0]})
+    assert (found["first_seconds"], found["seconds"]) == (4.0, 2.25)
+    assert (found["fastest"], found["slowest"]) == (1.0, 3.0)
+    assert (found["peak_allocated"], found["peak_reserved"], found["moved_bytes"]) == (7, 8, None)
+
+
+# ---- the verdict ----
 
 
 def run(name, seconds, peak):
@@ -67,7 +426,8 @@ def test_the_verdict_compares_at_no_more_memory(benchmark):
             run("Offload, keep 0 GB", 6.0, 5),
             run("checkpoint_segments + Offload, keep 0 GB", 1.4, 3.9),
             run("checkpoint_segments + Offload, keep 3 GB", 1.35, 6),
-        ]
+        ],
+        ["torchtune OffloadActivations"],
     )
     assert found["6.5 GB at 1.5x reached by"] == [
         "checkpoint_segments + Offload, keep 0 GB", "checkpoint_segments + Offload, keep 3 GB",
@@ -76,3 +436,93 @@ def test_the_verdict_compares_at_no_more_memory(benchmark):
         "save_on_cpu, pinned": True,
         "checkpoint, every block": False,
     }
+    assert found["not compared"] == ["torchtune OffloadActivations"]
+
+
+# ---- the cells of notebook 33 ----
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[list[str], Any]]:
+    """Runs the two cells in a folder with that result, or with none: the lines printed, and pyplot."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = {
+        cell.get("id"): "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    }
+    monkeypatch.setattr(plt, "show", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+    def show(result: dict[str, Any] | None = None) -> tuple[list[str], Any]:
+        plt.close("all")
+        if result is not None:
+            Path("data").mkdir(exist_ok=True)
+            Path("data/gpu_offload.json").write_text(json.dumps(result), encoding="utf-8")
+        names = {"plt": plt}
+        for cell in ("measured-picture", "measured-facts"):
+            exec(cells[cell], names)
+        return capsys.readouterr().out.splitlines(), plt
+
+    yield show
+    plt.close("all")
+
+
+def test_the_notebook_says_that_nothing_was_measured(shown):
+    lines, plt = shown()
+    assert lines == ["not measured yet"]
+    assert plt.get_fignums() == []
+
+
+def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, capsys, shown):
+    breaks(benchmark, monkeypatch, "Offload, keep 5 GB", 1)
+    (result,) = results(benchmark, only="^(?!Offload, keep 10)")
+    capsys.readouterr()
+    runs = result["runs"]
+    for number, found in enumerate(runs):
+        moved = None if found["name"] == THEIRS else number * 10**9
+        found |= {"seconds": 0.25 * (1 + number / 10), "first_seconds": 0.5 + number, "moved_bytes": moved}
+        found["peak_allocated"] = (40 - number) * 10**9
+    lines, plt = shown(result)
+    assert len(runs) == len(ON_CUDA) - 2
+    assert lines[0].startswith("tiny, batch 4, 16 x 16, float32, SGD | ")
+    assert " | a GPU of no make | 1.2 | " in lines[0]
+    assert lines[1] == "to_host_GBps 50.0"
+    assert lines[2] == (
+        " 1 stock                                          40.0 GB peak,   0.0 GB moved,  1.00 x stock, first  2.00"
+    )
+    assert lines[3] == (
+        " 2 save_on_cpu, pinned                            39.0 GB peak,   1.0 GB moved,  1.10 x stock, first  6.00"
+    )
+    assert lines[1 + len(runs)] == (
+        "13 torchtune OffloadActivations                   28.0 GB peak,     - GB moved,  2.20 x stock, first 50.00"
+    )
+    why = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    assert lines[2 + len(runs) :] == [
+        "left out: Offload, keep 10 GB: does not match --only ^(?!Offload, keep 10)",
+        f"failed: Offload, keep 5 GB: {why}",
+    ]
+
+    axes = plt.gca()
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    expected = [(1 + number / 10, 40 - number) for number in range(len(runs))]
+    drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in points]
+    assert drawn == [pytest.approx(point) for point in expected]
+    assert [text.get_text() for text in axes.texts] == [str(number) for number in range(1, len(runs) + 1)]
+    assert [text.xy for text in axes.texts] == drawn
+    level, upright = (line for line in axes.lines if line.get_linestyle() == "--")
+    assert (set(level.get_ydata()), set(upright.get_xdata())) == ({6.5}, {1.5})
+    for axis, goal in ((axes.xaxis, 1.5), (axes.yaxis, 6.5)):
+        labels = [label.get_text() for label in axis.get_ticklabels()]
+        assert dict(zip(axis.get_ticklocs(), labels, strict=True))[goal] == str(goal)
+    assert axes.get_title() == "numbered as in the list below; dashed: the goal"
+
+
+def test_the_notebook_can_do_without_stock(benchmark, cuda, monkeypatch, capsys, shown):
+    breaks(benchmark, monkeypatch, "stock", 2)
+    (result,) = results(benchmark, only="save")
+    capsys.readouterr()
+    lines, _ = shown(result)
+    assert lines[2].startswith(" 1 save_on_cpu, pinned")
+    assert lines[2].endswith("nan x stock, first   nan")
+    assert lines[-1].startswith("failed: stock: OutOfMemoryError")

@@ -1,21 +1,32 @@
 """The headline task on a GPU: ResNet-152, batch 256: peak memory against step time, for every strategy.
 
-    uv run python tests/benchmarks/gpu_offload.py
+    uv run --with torchtune==0.6.1 --with torchao==0.15.0 python tests/benchmarks/gpu_offload.py
 
-writes notebooks/data/gpu_offload.json, which notebook 33 plots. Goal: at most 6.5 GB at no more than 1.5x the
-stock step, and at every memory budget faster than each of the others. Every strategy runs in every round, in
-turn; figures are medians; the first step, in which memory is pinned, stands apart. `--device cpu` tries the
-logic on a small model without a GPU and writes no result of that kind.
+writes notebooks/data/gpu_offload.json, which notebook 33 plots. `--with` brings torchtune into an environment that
+uv throws away; without it that rival is left out, and with another torchao its import fails. Goal: at most 6.5 GB at
+no more than 1.5x the stock step, and at every memory budget faster than each of the others.
+
+Every strategy runs in every round, in turn; figures are medians. The first step of a round stands apart: there
+memory is pinned, since what the strategies before had pinned is released; `first_seconds` is the median over rounds
+(of two the lower). What fails is recorded, and the others go on; the file is written anew after every round. The exit
+code is 1 if anything failed, or if gradients differ in a bit (pinned, `save_on_cpu` gives weights back with other strides).
+
+An estimate, for a step of 0.255 s, rivals up to 10 times as slow, and half a second to pin a GB: four minutes a
+round, three of them for pinning 360 GB in all. `--rounds` (2) and `--steps` (3, each some 14 s) fit ten minutes;
+`--only 'stock|segments'` runs those whose names match, and stock. The host needs 100 GB of memory free. `--device cpu`
+tries the logic on a small model without a GPU. Neither of the two writes a file without `--out`.
 """
 
 import argparse
+import gc
 import json
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,6 +38,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import Offload, checkpoint_segments
+from hooklab.stores import PinnedMemory
 
 RESULT = Path(__file__).parents[2] / "notebooks" / "data" / "gpu_offload.json"
 PLAN = {"layer1": 1, "layer2": 2, "layer3": 6, "layer4": 3}
@@ -39,7 +51,7 @@ GB = 10**9
 
 
 class Task:
-    """One model, one batch, one step; and the strategies that run it. `unit`: bytes that `keep 1 GB` stands for."""
+    """One model, one batch, one step. `unit`: bytes that `keep 1 GB` stands for; `store` makes a store."""
 
     def __init__(
         self,
@@ -47,38 +59,41 @@ class Task:
         batch: int,
         size: int,
         device: str,
-        store: Callable[[], Any] | None = None,
+        store: Callable[[], Any] = PinnedMemory,
         unit: int = GB,
     ):
-        self.unit = unit
+        self.unit, self.store = unit, store
         torch.manual_seed(0)
         self.device, self.name, self.batch, self.size = torch.device(device), name, batch, size
         self.model = getattr(torchvision.models, name)(weights=None).to(self.device)
         self.x = torch.randn(batch, 3, size, size, device=self.device)
         self.labels = torch.randint(0, 1000, (batch,), device=self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.store = store() if store is not None else "cpu"
 
-    def step(self, strategy: Callable[["Task"], Any], update: bool = True) -> int:
-        """Forward, backward, SGD; the bytes that were moved."""
+    def step(self, context: Any, update: bool = True) -> int | None:
+        """Forward in that context, backward, SGD; the bytes that were moved to the host, None if nobody knows."""
         self.optimizer.zero_grad(set_to_none=True)
-        with strategy(self) as offload:
+        with context:
             loss = nn.functional.cross_entropy(self.model(self.x), self.labels)
         loss.backward()
         if update:
             self.optimizer.step()
-        return getattr(offload, "moved_bytes", 0)
+        return getattr(context, "moved_bytes", 0)
 
     def sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def timed(self, strategy: Callable[["Task"], Any]) -> float:
+    def timed(self, context: Any) -> tuple[float, int | None]:
         self.sync()
         begin = time.perf_counter()
-        self.step(strategy)
+        moved = self.step(context)
         self.sync()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, moved
+
+
+# A strategy is begun once in every round, with the task, and then gives a context for the forward of each step.
+Begin = Callable[[Task], Callable[[], Any]]
 
 
 @contextmanager
@@ -95,39 +110,79 @@ def blocks_checkpointed(task: Task) -> Iterator[None]:
             del block.forward
 
 
-def offload(keep: int) -> Callable[[Task], Any]:
-    def strategy(task: Task) -> Offload:
-        small = 0 if task.device.type == "cpu" else 2**20
-        return Offload(task.model, to=task.store, keep=keep, min_bytes=small)
+class SaveOnCPU(save_on_cpu):
+    """PyTorch's own; it copies every saved tensor, as often as it is saved, parameters too. Here they are counted."""
 
-    return strategy
+    def __init__(self, pin_memory: bool):
+        super().__init__(pin_memory=pin_memory)
+        self.moved_bytes, copy = 0, self.pack_hook
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self.moved_bytes += tensor.nbytes
+            return copy(tensor)
+
+        self.pack_hook = pack
 
 
-def strategies(task: Task) -> dict[str, Callable[[Task], Any]]:
-    unit, pinned = task.unit, task.device.type == "cuda"
-    found = {
-        "stock": lambda task: nullcontext(),
-        "save_on_cpu, pinned": lambda task: save_on_cpu(pin_memory=pinned),
-        "checkpoint, every block": blocks_checkpointed,
-        "checkpoint_segments 1/2/6/3": lambda task: nullcontext(),
-        "checkpoint_segments 2/3/3": lambda task: nullcontext(),
+def offload(keep: int) -> Begin:
+    """`keep` in GB. A store of its own for every round: what it has pinned goes with it."""
+
+    def begin(task: Task) -> Callable[[], Any]:
+        store, small = task.store(), min(2**20, task.unit // 100)
+        return lambda: Offload(task.model, to=store, keep=keep * task.unit, min_bytes=small)
+
+    return begin
+
+
+def torchtune_offloading() -> Begin:
+    """As its recipes use it: one object for all steps."""
+    from torchtune.training import OffloadActivations
+
+    class Counted(OffloadActivations):
+        def __exit__(self, *error: object) -> None:
+            # Forward has ended: every copy is made, and none used up. Of another version the count is unknown.
+            tracker = getattr(self, "tracker", None)
+            self.moved_bytes = None
+            if tracker is not None:
+                self.moved_bytes = sum(kept.nbytes for kept, moved in tracker.values() if moved)
+            super().__exit__(*error)
+
+    def begin(task: Task) -> Callable[[], Any]:
+        theirs = Counted(use_pin_memory=True, use_streams=True)
+        return lambda: theirs
+
+    return begin
+
+
+def strategies(cuda: bool, only: str = "") -> tuple[dict[str, Begin], dict[str, str]]:
+    """By name; and why others are left out. `only`: a pattern; stock runs always, all are measured against it."""
+    found: dict[str, Begin] = {
+        "stock": lambda task: nullcontext,
+        "save_on_cpu, pinned": lambda task: lambda: SaveOnCPU(pin_memory=cuda),
+        "checkpoint, every block": lambda task: lambda: blocks_checkpointed(task),
+        "checkpoint_segments 1/2/6/3": lambda task: nullcontext,
+        "checkpoint_segments 2/3/3": lambda task: nullcontext,
     }
-    for keep in (0, 5, 10, 20, 30) if pinned else (0, 20):
-        found[f"Offload, keep {keep} GB"] = offload(keep * unit)
-    for keep in (0, 1, 2, 3) if pinned else (0, 3):
-        found[f"checkpoint_segments + Offload, keep {keep} GB"] = offload(keep * unit)
-    if pinned and (theirs := torchtune_offloading()) is not None:
-        found["torchtune OffloadActivations"] = theirs
-    return found
+    for keep in (0, 5, 10, 20, 30) if cuda else (0, 20):
+        found[f"Offload, keep {keep} GB"] = offload(keep)
+    for keep in (0, 1, 2, 3) if cuda else (0, 3):
+        found[f"checkpoint_segments + Offload, keep {keep} GB"] = offload(keep)
+    left_out = {}
+    if cuda:
+        name = "torchtune OffloadActivations"
+        try:
+            found[name] = torchtune_offloading()
+        except Exception as error:  # what its imports raise depends on the versions of three packages
+            left_out[name] = reason(error)
+            print(f"  {name} is left out: {left_out[name]}", file=sys.stderr)
+    unwanted = [name for name in found if name != "stock" and not re.search(only, name)]
+    left_out |= dict.fromkeys(unwanted, f"does not match --only {only}")
+    return {name: begin for name, begin in found.items() if name not in unwanted}, left_out
 
 
-def torchtune_offloading() -> Callable[[Task], Any] | None:
-    try:
-        from torchtune.training import OffloadActivations
-    except ImportError:
-        print("torchtune is not installed: its OffloadActivations is left out", file=sys.stderr)
-        return None
-    return lambda task: OffloadActivations(use_pin_memory=True, use_streams=True)
+def reason(error: Exception) -> str:
+    """In one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def wrapped(name: str, task: Task) -> Any:
@@ -137,41 +192,86 @@ def wrapped(name: str, task: Task) -> Any:
     return checkpoint_segments(task.model, LEAST if "2/3/3" in name else PLAN)
 
 
-def gradients_agree(task: Task) -> dict[str, bool]:
+def attempt(name: str, task: Task, failed: dict[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
+    """One contender's turn. An error is recorded; afterwards nothing that it has left takes memory."""
+    result = None
+    try:
+        with wrapped(name, task):
+            result = work(task, *arguments)
+    except Exception as error:
+        failed[name] = reason(error)
+        print(f"  {name} failed: {failed[name]}", file=sys.stderr, flush=True)
+    with suppress(RuntimeError):  # after some errors every call of CUDA raises
+        release(task)  # only here: while the error is handled, its traceback holds what the step has made
+    return result
+
+
+def release(task: Task) -> None:
+    """Give back what PyTorch keeps for later, pinned memory of the host too: else only the first would have to pin."""
+    task.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    reset(task)
+    if task.device.type != "cuda":
+        return
+    if hasattr(torch.accelerator, "empty_host_cache"):  # not in PyTorch 2.11
+        torch.accelerator.empty_host_cache()
+    elif hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
+def gradients_agree(task: Task, found: dict[str, Begin], failed: dict[str, str]) -> dict[str, bool]:
     """Against stock, bit for bit, with deterministic algorithms; the model is put back each time.
 
-    False also for an `Offload` that has moved nothing.
+    False also for what should have moved something, and has moved nothing.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     cudnn, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     state = {key: value.clone() for key, value in task.model.state_dict().items()}
-    expected, agree = None, {}
-    for name, strategy in strategies(task).items():
-        task.model.load_state_dict(state)
-        with wrapped(name, task):
-            moved = task.step(strategy, update=False)
-        found = [parameter.grad.clone() for parameter in task.model.parameters()]
-        expected = expected or found
-        agree[name] = all(map(torch.equal, expected, found)) and (moved > 0 or "Offload, keep" not in name)
+    expected, agree = [], {}
+    for name, begin in found.items():
+        attempted = attempt(name, task, failed, one_step, begin, state)
+        if attempted is not None:
+            moved, gradients = attempted
+            expected = gradients if name == "stock" else expected
+            equal = len(expected) > 0 and all(map(torch.equal, expected, gradients))
+            agree[name] = equal and (moved != 0 or not moves(name))
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = cudnn
     return agree
 
 
-def measure(task: Task, rounds: int, steps: int) -> list[dict[str, Any]]:
-    rows = {name: {"name": name, "times": [], "peaks": [], "reserved": []} for name in strategies(task)}
+def one_step(
+    task: Task, begin: Begin, state: dict[str, torch.Tensor]
+) -> tuple[int | None, list[torch.Tensor]]:
+    task.model.load_state_dict(state)
+    moved = task.step(begin(task)(), update=False)
+    return moved, [parameter.grad.clone() for parameter in task.model.parameters()]
+
+
+def moves(name: str) -> bool:
+    return any(word in name for word in ("Offload", "save_on_cpu"))
+
+
+def measure(
+    task: Task, found: dict[str, Begin], rounds: int, steps: int, failed: dict[str, str]
+) -> Iterator[list[dict[str, Any]]]:
+    """After every round the figures so far, of those that have not failed."""
+    rows: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
-        for name, strategy in strategies(task).items():
-            row = rows[name]
-            with wrapped(name, task):
-                first = task.timed(strategy)
-                row.setdefault("first_seconds", first)
-                reset(task)
-                row["times"] += [task.timed(strategy) for _ in range(steps)]
-                row["moved_bytes"] = task.step(strategy)
-            peaks(task, row)
-            print(f"  {name:50} {statistics.median(row['times']):8.3f} s", file=sys.stderr, flush=True)
-    return [finished(row) for row in rows.values()]
+        for name in [name for name in found if name not in failed]:
+            attempt(name, task, failed, turn, found[name], steps, rows.setdefault(name, {"name": name}))
+        yield [finished(row) for name, row in rows.items() if name not in failed]
+
+
+def turn(task: Task, begin: Begin, steps: int, row: dict[str, Any]) -> None:
+    context = begin(task)
+    row.setdefault("first", []).append(task.timed(context())[0])
+    reset(task)
+    for _ in range(steps):
+        seconds, row["moved_bytes"] = task.timed(context())
+        row.setdefault("times", []).append(seconds)
+    peaks(task, row)
+    print(f"  {row['name']:50} {statistics.median(row['times']):8.3f} s", file=sys.stderr, flush=True)
 
 
 def reset(task: Task) -> None:
@@ -183,19 +283,20 @@ def reset(task: Task) -> None:
 
 def peaks(task: Task, row: dict[str, Any]) -> None:
     if task.device.type == "cuda":
-        row["peaks"].append(torch.cuda.max_memory_allocated())
-        row["reserved"].append(torch.cuda.max_memory_reserved())
+        row.setdefault("peaks", []).append(torch.cuda.max_memory_allocated())
+        row.setdefault("reserved", []).append(torch.cuda.max_memory_reserved())
 
 
 def finished(row: dict[str, Any]) -> dict[str, Any]:
-    times = row.pop("times")
-    peak, reserved = row.pop("peaks"), row.pop("reserved")
-    return row | {
-        "seconds": statistics.median(times),
-        "fastest": min(times),
-        "slowest": max(times),
-        "peak_allocated": max(peak, default=None),
-        "peak_reserved": max(reserved, default=None),
+    return {
+        "name": row["name"],
+        "first_seconds": statistics.median_low(row["first"]),
+        "moved_bytes": row["moved_bytes"],
+        "seconds": statistics.median(row["times"]),
+        "fastest": min(row["times"]),
+        "slowest": max(row["times"]),
+        "peak_allocated": max(row.get("peaks", ()), default=None),
+        "peak_reserved": max(row.get("reserved", ()), default=None),
     }
 
 
@@ -228,14 +329,9 @@ def machine(device: torch.device) -> dict[str, str]:
         "date": date.today().isoformat(),
     }
     if device.type == "cuda":
-        driver = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-        )
         found |= {
             "gpu": torch.cuda.get_device_name(device),
-            "driver": driver.stdout.split("\n")[0],
+            "driver": driver(),
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
             "tf32": f"cudnn {torch.backends.cudnn.allow_tf32}, matmul {torch.backends.cuda.matmul.allow_tf32}",
@@ -243,58 +339,86 @@ def machine(device: torch.device) -> dict[str, str]:
     return found
 
 
-def verdict(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError):  # there is no such program
+        answer = subprocess.run(asked, capture_output=True, text=True)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return answer.stdout.split("\n")[0]
+    return "unknown"
+
+
+def verdict(runs: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
     """The goal, and whether any of the others is as small and faster than the best of ours at its memory."""
-    stock = next(run for run in runs if run["name"] == "stock")["seconds"]
+    seconds = {run["name"]: run["seconds"] for run in runs}
     ours = [run for run in runs if "Offload, keep" in run["name"] or "segments" in run["name"]]
     others = [run for run in runs if run not in ours and run["name"] != "stock"]
-    goal = [
-        run["name"] for run in ours if run["peak_allocated"] <= 6.5 * GB and run["seconds"] <= 1.5 * stock
-    ]
+    limit = 1.5 * seconds.get("stock", 0)
+    goal = [run["name"] for run in ours if run["peak_allocated"] <= 6.5 * GB and run["seconds"] <= limit]
     beaten = {}
     for other in others:
         fitting = [run for run in ours if run["peak_allocated"] <= other["peak_allocated"]]
         best = min(fitting, key=lambda run: run["seconds"], default=None)
         beaten[other["name"]] = best is not None and best["seconds"] < other["seconds"]
-    return {"6.5 GB at 1.5x reached by": goal, "faster at no more memory than": beaten}
+    return {
+        "6.5 GB at 1.5x reached by": goal,
+        "faster at no more memory than": beaten,
+        "not compared": missing,
+    }
 
 
-def run(task: Task, small: Task, rounds: int, steps: int) -> dict[str, Any]:
+def run(task: Task, small: Task, rounds: int, steps: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """The result so far, after every round."""
     result: dict[str, Any] = {"machine": machine(task.device)}
     result["task"] = f"{task.name}, batch {task.batch}, {task.size} x {task.size}, float32, SGD"
     result["link"] = link(task.device)
-    result["gradients_bit_equal"] = gradients_agree(small)
-    result["runs"] = measure(task, rounds, steps)
-    if task.device.type == "cuda":
-        result["verdict"] = verdict(result["runs"])
-    return result
+    release(task)
+    cuda, failed = task.device.type == "cuda", {}
+    found, result["left_out"] = strategies(cuda, only)
+    result["failed"] = failed
+    result["gradients_bit_equal"] = gradients_agree(small, found, failed)
+    result["steps"] = steps
+    for number, runs in enumerate(measure(task, found, rounds, steps, failed), 1):
+        result |= {"rounds": number, "runs": runs}
+        if cuda:
+            result["verdict"] = verdict(runs, [*result["left_out"], *failed])
+        yield result
+
+
+def write(path: Path, text: str) -> None:
+    """At once: whoever reads the file sees all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+    path.with_suffix(".tmp").replace(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", default="", help="a pattern; stock runs always")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
+    if min(given.rounds, given.steps) < 1:
+        parser.error("at least one round of one step")
     if given.device.startswith("cuda"):
         if not torch.cuda.is_available():
             print("gpu_offload: no CUDA device here; nothing was measured", file=sys.stderr)
             return 1
         task = Task("resnet152", given.batch, 224, given.device)
         small = Task("resnet50", 4, 96, given.device, unit=10**6)  # saves some 35 MB
-        out = given.out or RESULT
+        out = given.out or (None if given.only else RESULT)
     else:
         task = Task("resnet18", 2, 32, given.device, Copies, unit=10**4)
         small, out = task, given.out
-    result = run(task, small, given.rounds, given.steps)
-    text = json.dumps(result, indent=1)
+    for result in run(task, small, given.rounds, given.steps, given.only):
+        text = json.dumps(result, indent=1)
+        if out is not None:
+            write(out, text + "\n")
     print(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
-    return 0 if all(result["gradients_bit_equal"].values()) else 1
+    return 0 if all(result["gradients_bit_equal"].values()) and not result["failed"] else 1
 
 
 class Copies:
