@@ -85,22 +85,27 @@ def warn_if_compiled(function: str, model: nn.Module, stacklevel: int) -> None:
 
 
 def warn_if_ignored(function: str, layers: Iterable[nn.Module]) -> None:
-    """At the end of a block that has seen no call: say so, if something compiled around these may have called them."""
-    if "torch._dynamo" not in sys.modules or sys.exception() is not None:
-        return
-    own = set(layers)
-    modules = (
-        one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in vars(one)
-    )
-    if any(_is_compiled(one) and not own.isdisjoint(one.modules()) for one in modules):
+    """At the end of a block that has seen nothing: say so, if something compiled around these may have called them."""
+    utils, own = sys.modules.get("torch._dynamo.utils"), set(layers)
+    if not own or sys.exception() is not None or not getattr(utils, "counters", {}).get("frames"):
+        return  # nothing was ever compiled: to look for it takes a tenth of a second
+    if any(_is_around(one, own) for one in gc.get_objects() if issubclass(type(one), nn.Module)):
         level, frame = 1, sys._getframe()
         while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
             level, frame = level + 1, frame.f_back
         warnings.warn(
-            f"{function}: no call of a layer was seen in this block. A compiled model ignores hooks that are installed once it "
-            "has run: open the block before torch.compile, or run it under torch.compiler.set_stance('force_eager').",
+            f"{function}: nothing was seen in this block, and something compiled is around these layers. It ignores hooks "
+            "that are installed once it has run: open the block before torch.compile, or run it under "
+            "torch.compiler.set_stance('force_eager').",
             stacklevel=level,
         )
+
+
+def _is_around(module: nn.Module, layers: set[nn.Module]) -> bool:
+    try:
+        return _is_compiled(module) and not layers.isdisjoint(nn.Module.modules(module))
+    except Exception:  # any module of this process, perhaps half made: what its attributes raise is not ours
+        return False
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -96,12 +96,15 @@ class Features(Installed, Mapping[str, Any]):
         vars(self).update(state, _log=deque(numbered(state["_log"])), _alone=alone)
 
     def remove(self) -> None:
-        super().remove()
-        self._within.clear()  # it may lead to what a call was given
-        self._no_shortcuts()  # a copy of the model still has hooks, and a forward may have been interrupted
-        if self._model is not None:  # it may go, what was kept stays
-            self._silent = {name: self._why_silent(name) for name in self._first if not self._forwards}
-            self._model, self._modules, self._groups = None, set(), []
+        try:
+            super().remove()
+        finally:
+            self._within.clear()  # it may lead to what a call was given
+            self._no_shortcuts()  # a copy of the model still has hooks, and a forward may have been interrupted
+            if self._model is not None:  # it may go, what was kept stays
+                for names in [names for _, names in self._groups if not self._forwards]:
+                    self._silent.update(dict.fromkeys(names, self._why_silent(names[0])))
+                self._model, self._modules, self._groups = None, set(), []
 
     def _has_seen(self) -> bool:
         return bool(self._forwards or self._alone)
@@ -158,7 +161,7 @@ class Features(Installed, Mapping[str, Any]):
         """True if it comes from our `Enough`: the model may have caught that and raised an error of its own instead."""
         # Not in `run`, whose frame the error knows: what its names refer to would not be freed.
         chain: list[BaseException] = []  # `raise error from error` makes a circle
-        while error is not None and error not in chain:
+        while error is not None and all(error is not one for one in chain):
             chain.append(error)
             error = error.__cause__ or error.__context__
         return any(getattr(error, "of", None) is self for error in chain)

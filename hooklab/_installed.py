@@ -25,19 +25,19 @@ class Installed:
 
     def __init__(self, what: str = "", layers: Iterable[nn.Module] = ()) -> None:
         self._handles: list[Any] = []
-        self._what, self._layers = what, WeakSet(layers)  # that calls are expected of
+        self._what, self._layers = what, WeakSet(layers)  # that calls are expected of; empty once removed
         self._task = graph_task()  # the backward in whose hook this was made
 
     def remove(self) -> None:
         """Take the hooks off again; what was recorded stays. Twice is harmless."""
-        if self._layers and not self._has_seen():
-            warn_if_ignored(self._what, self._layers)
-        self._layers.clear()
+        layers, self._layers = list(self._layers), set()
         while self._handles:
             self._handles.pop().remove()
+        if layers and not self._has_seen():
+            warn_if_ignored(self._what, layers)  # which may raise, as a warning does where it is an error
 
     def _has_seen(self) -> bool:
-        """False if no hook has fired."""
+        """False if no hook of the layers has fired."""
         return True
 
     def __deepcopy__(self, memo: dict) -> Self:

@@ -25,6 +25,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     def __init__(self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float]):
         super().__init__("layer_statistics", layers.values())
         self.of = of
+        self._called = False  # those whose gradients are counted, in this block or after it
         self._running: dict[str, Running] = {}
         self._why_silent: dict[str, str] = {}
         hook_for = self._on_output if of == "output" else self._on_gradient
@@ -39,7 +40,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             raise
 
     def _has_seen(self) -> bool:
-        return bool(len(self))
+        return self._called or bool(len(self))
 
     def table(self) -> str:
         """All figures as text, a line for each layer; dashes where nothing was counted."""
@@ -110,6 +111,7 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         # the first without grad.
         @eager
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            self._called = True
             if not is_grad_enabled():
                 return
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):

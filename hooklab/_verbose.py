@@ -1,5 +1,6 @@
 """What `verbose` does: a line for each layer that finishes, and one for the layer that fails."""
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,16 +22,24 @@ __all__ = ["Verbose"]
 MAX_NAME, MAX_TYPE = 40, 20  # characters of a column
 RERAISE = ExceptionWrapper.reraise.__code__  # raises anew what a replica of nn.DataParallel has raised
 BACKWARD = graph._engine_run_backward.__code__  # of the frame in which a backward runs
-MARK = "_hooklab_written_by"  # on an error: who has written it. Kept here, it would keep all that its frames hold
+# On an error: the forwards in which it was written, each with how many had failed. Kept here, the error would keep all
+# that its frames hold.
+MARK = "_hooklab_written_in"
+NUMBERS = itertools.count(1)  # of forwards, whoever watches them
 
 
 class _Thread(threading.local):
     """What is going on in one thread."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, BaseException | None]] = []  # the calls that are running
+        # The calls that are running: the error that was on its way, and how many failures there were, when each began.
+        self.stack: list[tuple[nn.Module, BaseException | None, int]] = []
         self.calls: dict[str, int] = {}  # the lines of this forward, by label
-        self.lines = self.failures = 0  # of the whole object, when this forward began
+        self.lines = self.others = (
+            0  # of the whole object, when this forward began; failures in other threads
+        )
+        self.failures = 0  # in this thread
+        self.forward, self.given = 0, 0  # its number, and the id of what it was given
 
 
 class Verbose(Installed):
@@ -42,7 +51,7 @@ class Verbose(Installed):
         self._root = uncompiled(model)
         self._local = _Thread()
         self._lines = self._failures = 0  # written so far, in all threads
-        self._mark, self._seen = object(), False
+        self._seen = False
         labels = {module: _label(module, names) for module, names in groups(layers)}
         # Wide enough for most: one layer with a long name must not push all shapes off the page.
         self._names = min(MAX_NAME, max(map(len, labels.values())))
@@ -71,10 +80,11 @@ class Verbose(Installed):
         if module is self._root:
             forget_interrupted(local.stack)
         if not local.stack:
-            local.calls, local.lines, local.failures = {}, self._lines, self._failures
+            local.calls, local.lines, local.others = {}, self._lines, self._failures - local.failures
+            local.forward, local.given = next(NUMBERS), id(args)
             self._seen = True
         # An error may be on its way already: a forward may call a layer while it handles one.
-        local.stack.append((module, sys.exception()))
+        local.stack.append((module, sys.exception(), self._failures))
 
     def _has_seen(self) -> bool:
         return self._seen
@@ -86,10 +96,10 @@ class Verbose(Installed):
             stack = self._local.stack
             if recomputing(self._task) or not leave(stack, module):
                 return
-            _, before = stack.pop()
+            _, before, failures = stack.pop()
             error = sys.exception()
             if error is not before and not isinstance(error, Enough):
-                self._failed(error, module, args, kwargs)
+                self._failed(error, failures, module, args, kwargs)
             elif label is not None and (error is before or output is not None):
                 self._finished(label, module, output)
             elif module is self._root and not stack and self._lines == self._local.lines and error is before:
@@ -111,18 +121,33 @@ class Verbose(Installed):
         """Hooks do not hear of what is no Exception (Ctrl-C), nor of what a hook behind ours has raised."""
         try:
             calls = list(_calls(error)) if self._handles and not isinstance(error, Enough) else []
-            parts = set(self._root.modules()) if calls else set()
-            if any(module in parts for module, *_ in calls):
-                self._failed(error, *calls[-1])
+            parts, local = set(self._root.modules()) if calls else set(), self._local
+            ours = [id(args) for module, args, _ in calls if module in parts]
+            if ours and (local.stack or local.given in ours):  # and not an error that is older
+                self._failed(error, self._failures, *calls[-1])
+        except Exception as own:
+            error.add_note(
+                f"hooklab.verbose: the line for this error could not be written: {type(own).__name__}"
+            )
         finally:
             super().__exit__(kind, error, traceback)
 
-    def _failed(self, error: BaseException, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """One line for the innermost layer that raised, whether or not it was to be written."""
-        written = any(self._mark in vars(one).get(MARK, ()) for one in _told(error))
-        if written or (_from_replica(error) and self._failures > self._local.failures):
+    def _failed(
+        self, error: BaseException, before: int, module: nn.Module, args: tuple, kwargs: dict
+    ) -> None:
+        """One line for the innermost layer that raised, whether or not it was to be written.
+
+        None for an error that only tells of one in other words, which has been written since there were `before`.
+        """
+        local = self._local
+        first, *causes = [vars(one).get(MARK, {}).get(local.forward, -1) for one in _told(error)]
+        elsewhere = self._failures - local.failures > local.others
+        told = any(number > before for number in causes) or (elsewhere and _from_replica(error))
+        if first < 0:
+            vars(error).setdefault(MARK, {})[local.forward] = self._failures + 1
+        if first >= 0 or told:
             return
-        vars(error).setdefault(MARK, []).append(self._mark)
+        local.failures += 1
         module, args, kwargs = next(reversed([*_calls(error)]), (module, args, kwargs))
         # A replica of nn.DataParallel has the dictionaries of the module it was made from.
         hooks = module._forward_hooks
@@ -159,7 +184,7 @@ def _calls(error: BaseException | None) -> Iterator[tuple[nn.Module, tuple, dict
 def _told(error: BaseException | None) -> Iterator[BaseException]:
     """The error, and those of which it says that they are its cause: `raise ... from`."""
     told: list[BaseException] = []  # it may be its own
-    while error is not None and error not in told:
+    while error is not None and all(error is not one for one in told):
         yield error
         told.append(error)
         error = error.__cause__

@@ -220,7 +220,8 @@ class PinnedMemory:
     chunks are pinned once, cut to exact sizes and used again in the next step.
 
     Args:
-        in_flight: bytes on their way that may still hold GPU memory; above, computing waits for the copy.
+        in_flight: bytes on their way that may still hold GPU memory, the last ones until the store is used again;
+            above, computing waits for the copy.
         chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
 
     Raises:

@@ -103,14 +103,15 @@ class Trace:
 
     def remove(self) -> None:
         """Take every hook off again; the events stay. Twice is harmless."""
-        if self._layers and not any(event.kind == "forward pre-hook" for event, _ in self._recorded):
-            warn_if_ignored("trace", self._layers)
-        self._layers = ()
         self._removed = True  # what belongs to the block ends with the block, and notes nothing until then
         while self._handles:
             self._handles.pop().remove()
         self._held.clear()
         self._running = Running()  # an interrupted forward would keep its modules
+        layers, self._layers = list(self._layers), ()
+        forward = {event.kind for event, _ in self._recorded if event.phase == "forward"}
+        if forward and "forward pre-hook" not in forward:
+            warn_if_ignored("trace", layers)
 
     def __enter__(self) -> "Trace":
         if self._removed:

@@ -165,12 +165,35 @@ def test_a_block_that_saw_nothing_says_so_where_something_compiled_is_around_its
     recwarn.clear()
     with tool(hooked, "0"):
         compiled(x)
-    (said,) = [each for each in recwarn if "no call of a layer was seen in this block" in str(each.message)]
+    (said,) = [each for each in recwarn if "nothing was seen in this block" in str(each.message)]
     assert said.filename == __file__
+    if tool is TOOLS[-1]:  # what is saved is seen in a `with` alone
+        return
     handle = tool(part, "0")
-    with pytest.warns(UserWarning, match="no call of a layer was seen in this block") as caught:
+    with pytest.warns(UserWarning, match="nothing was seen in this block") as caught:
         handle.remove()
     assert caught[0].filename == __file__
+
+
+class HalfMade(nn.Module):
+    """Whatever is asked of it fails."""
+
+    def __init__(self):
+        pass
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+@pytest.mark.filterwarnings("error:.*nothing was seen")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_where_that_warning_is_an_error_no_hook_stays(tool, x):
+    model, others = mlp(4, 3), HalfMade()
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    with no_leftovers(model), pytest.raises(UserWarning, match="nothing was seen"), tool(model, "0"):
+        compiled(x)
+    assert isinstance(others, nn.Module)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -181,11 +204,14 @@ def test_a_block_that_saw_something_or_is_not_compiled_or_fails_says_nothing(too
         model(x).sum().backward()
     with tool(mlp(4, 3), "0"):
         other(x)
-    recwarn.clear()
+    with layer_statistics(model, "0", of="grad_output"):
+        loss = model(x).sum()  # backward comes later
+    loss.backward()
+    assert not [each for each in recwarn if "nothing was seen" in str(each.message)]
     with pytest.raises(ValueError, match="a fault"), tool(model, "0"):
         raise ValueError("a fault")
     assert compiled(x).shape == (3, 3)
-    assert not [each for each in recwarn if "no call of a layer was seen" in str(each.message)]
+    assert not [each for each in recwarn if "nothing was seen" in str(each.message)]
 
 
 def test_with_grad_is_right_in_a_model_compiled_afterwards(model, x):

@@ -356,15 +356,66 @@ def test_a_failure_told_in_other_words_has_one_line(model):
         except RuntimeError:
             return model[0](x)
 
-    model[1][1], failed = nn.Linear(7, 3), []
-    for forward in (tells, tries_another):
+    def tries_another_and_tells(x):
+        try:
+            return model[1](x)
+        except RuntimeError as error:
+            why.append(error)
+            return second(x)
+
+    def also_failed(x):
+        raise RuntimeError("so did this") from why[0]
+
+    model.second = second = Returns(also_failed)
+    model[1][1], failed, why = nn.Linear(7, 3), [], []
+    for forward in (tells, tries_another, tries_another_and_tells):
         lines = []
         model.forward = forward
         with pytest.raises((RuntimeError, ValueError)), verbose(model, write=lines.append):
             model(torch.ones(2, 5))
         failed.append([line.split()[0] for line in lines if "failed on [2, 5]: RuntimeError" in line])
         assert len(failed[-1]) == len(lines)
-    assert failed == [["1.1"], ["1.1", "0"]]
+    assert failed == [["1.1"], ["1.1", "0"], ["1.1", "second"]]
+
+
+def test_the_same_error_in_two_forwards_has_a_line_in_each(model):
+    def broken(x):
+        raise error
+
+    error, lines = ValueError("noted before"), []
+    model[1] = Returns(broken)
+    with verbose(model, write=lines.append):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="noted before"):
+                model(torch.ones(2, 4))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 5))
+    assert [line.split()[0] for line in lines if "failed" in line] == ["1", "1", "0"]
+
+
+def test_an_older_error_that_ends_the_block_has_no_line(model):
+    with pytest.raises(RuntimeError) as older:
+        model(torch.ones(2, 9))
+    lines = []
+    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
+        model(torch.ones(2, 4))
+        raise older.value
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+
+
+def test_a_line_that_cannot_be_written_replaces_no_error_and_leaves_no_hook(model):
+    def closed(line):
+        raise BrokenPipeError("closed")
+
+    def stop(x):
+        raise KeyboardInterrupt
+
+    model[0] = Returns(stop)
+    with no_leftovers(model), pytest.raises(KeyboardInterrupt) as raised, verbose(model, write=closed):
+        model(torch.ones(2, 4))
+    assert raised.value.__notes__ == [
+        "hooklab.verbose: the line for this error could not be written: BrokenPipeError"
+    ]
 
 
 def test_nested_blocks_each_write_the_failure(model):
