@@ -200,6 +200,7 @@ def breaks(benchmark, monkeypatch, name: str, at: int, error: BaseException | No
             if len(steps) < at:
                 return give()
             thing = Thing()
+            thing.itself = thing  # nothing but a collection ends it
             made.append(weakref.ref(thing))
             raise error or torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
