@@ -69,7 +69,7 @@ class Packed:
         """Write the content to the store. Of the tensor only the version counter stays."""
         flat, store = self.geometry.flat(self.tensor), self.queue.store
         # Ours copy at once. Another one may keep or pickle what it is given, and all the memory behind a view with it.
-        if type(store) not in (Disk, PinnedMemory) and flat.nbytes < flat.untyped_storage().nbytes():
+        if not isinstance(store, Disk | PinnedMemory) and flat.nbytes < flat.untyped_storage().nbytes():
             flat = flat.clone()
         self.slot = store.write(flat)
         self.counter, self.tensor, self.stay = version_probe(self.tensor), None, None
