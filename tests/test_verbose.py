@@ -591,7 +591,7 @@ def test_replicas_in_other_threads_are_seen_and_named():
         model(torch.ones(4, 4))
     assert len(lines) == 2
     assert all(
-        line.startswith("module.2  Linear  failed on [2, 5]: RuntimeError: addmm: mat1") for line in lines
+        line.startswith("module.2  Linear  failed on [2, 5]: RuntimeError: ") for line in lines
     )
 
 
