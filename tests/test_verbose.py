@@ -590,9 +590,7 @@ def test_replicas_in_other_threads_are_seen_and_named():
     ):
         model(torch.ones(4, 4))
     assert len(lines) == 2
-    assert all(
-        line.startswith("module.2  Linear  failed on [2, 5]: RuntimeError: ") for line in lines
-    )
+    assert all(line.startswith("module.2  Linear  failed on [2, 5]: RuntimeError: ") for line in lines)
 
 
 def test_an_error_from_elsewhere_that_is_raised_anew_has_its_line(model):
