@@ -35,9 +35,8 @@ class _Thread(threading.local):
         # The calls that are running: the error that was on its way, and how many failures there were, when each began.
         self.stack: list[tuple[nn.Module, BaseException | None, int]] = []
         self.calls: dict[str, int] = {}  # the lines of this forward, by label
-        self.lines = self.others = (
-            0  # of the whole object, when this forward began; failures in other threads
-        )
+        # When this forward began: lines of the whole object, failures in other threads.
+        self.lines = self.others = 0
         self.failures = 0  # in this thread
         self.forward, self.given = 0, 0  # its number, and the id of what it was given
 
@@ -155,14 +154,11 @@ class Verbose(Installed):
             name for name, layer in self._root.named_modules() if vars(layer).get("_forward_hooks") is hooks
         ]
         given = shapes(args[0] if len(args) == 1 and not kwargs else (*args, *([kwargs] if kwargs else [])))
-        said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(
-            ": "
-        )
-        label = names[0] if names and names[0] else type(module).__name__
+        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        kind = type(module).__name__
+        label = names[0] if names and names[0] else kind
         self._lines, self._failures = self._lines + 1, self._failures + 1
-        self._write(
-            f"{label}  {type(module).__name__}  failed on {given}: {said}"
-        )  # long enough without columns
+        self._write(f"{label}  {kind}  failed on {given}: {said}")  # long enough without columns
 
 
 def _label(module: nn.Module, names: list[str]) -> str:
