@@ -149,6 +149,19 @@ def open_notebook(page, name: str) -> None:
     wait_until_drawn(page)
 
 
+def wait_for_kernel(page) -> None:
+    """Until the kernel of the notebook in front has answered: it must not be ended before it has begun."""
+    # What JupyterLab asks it first is lost at times, where its sockets are not up yet, and is asked once only.
+    ask(
+        page,
+        """async (app, panel) => {
+          const { kernel } = panel.sessionContext.session;
+          const again = setInterval(() => kernel.requestKernelInfo().catch(() => {}), 5000);
+          try { await kernel.info; } finally { clearInterval(again); }
+        }""",
+    )
+
+
 def close_notebook(page) -> None:
     """Its kernel ends meanwhile."""
     ask(

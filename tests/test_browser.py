@@ -215,8 +215,7 @@ def settled(page):
 def test_the_reader_stays_at_the_same_cell(page, folder, mode, stem):
     choose(page, "both")
     lab.open_notebook(page, f"{stem}.ipynb")
-    # Its kernel must not be ended before it has begun.
-    lab.ask(page, "async (app, panel) => { await panel.sessionContext.session.kernel.info; }")
+    lab.wait_for_kernel(page)
     page.set_viewport_size(lab.PAGE)
     for step in (MODE, SCROLL):
         lab.ask(page, step, mode)
@@ -241,8 +240,7 @@ def test_the_reader_comes_back_to_the_same_cell_of_a_notebook_behind_another(pag
     (folder / front).write_text(json.dumps({**read(NOTEBOOKS[0]), "cells": []}), encoding="utf-8")
     for name in (front, behind):
         lab.open_notebook(page, name)
-        # Its kernel must not be ended before it has begun.
-        lab.ask(page, "async (app, panel) => { await panel.sessionContext.session.kernel.info; }")
+        lab.wait_for_kernel(page)
     for step in (MODE, SCROLL):
         lab.ask(page, step, mode)
         settled(page)
