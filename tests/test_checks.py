@@ -873,8 +873,8 @@ def noisy(output):
         ("21.B", lambda module, std: modules.register_module_forward_hook(
             lambda other, args, output: noisy(output) if other is module and module.training else None)),
         ("22.A", lambda module, strength: modules.register_module_full_backward_hook(
-            lambda other, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
-            if other is module else None)),
+            lambda other, grad_input, _: tuple(grad if grad is None else (grad * -strength).to(grad.dtype)
+                                               for grad in grad_input) if other is module else None)),
         ("32.C", halved_in_numpy),
         ("32.D", partial(masks_in_a_closure, packed_too=True)),
         ("33.C", partial(zeros_left_out, in_slots=False)),

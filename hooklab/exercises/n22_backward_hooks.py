@@ -1,6 +1,7 @@
 """Checks of notebook 22: module backward hooks."""
 
 import copy
+import math
 import traceback
 import warnings
 from collections import OrderedDict
@@ -166,7 +167,9 @@ def _refuse_what_backward_hooks_raise(error):
 
 def reverse(module, strength):
     def hook(module, grad_input, grad_output):
-        return tuple(None if grad is None else grad * -strength for grad in grad_input)
+        return tuple(
+            grad * -strength if grad is not None and grad.is_floating_point() else grad for grad in grad_input
+        )
 
     return module.register_full_backward_hook(hook)
 
@@ -176,14 +179,14 @@ LOSS = torch.tensor([1.0, -2.0])  # what each column of the output counts in the
 
 
 class _Blend(nn.Module):
-    """Three inputs: two tensors and a number."""
+    """Three inputs: two tensors and a number; and any tensors of booleans or integers."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([3.0, -1.0]))
 
-    def forward(self, left: Tensor, share: float, right: Tensor) -> Tensor:
-        return self.weight * (share * left + (1 - share) * right)
+    def forward(self, left: Tensor, share: float, right: Tensor, *factors: Tensor) -> Tensor:
+        return math.prod(factors, start=self.weight * (share * left + (1 - share) * right))
 
 
 def examine_reverse(answer):
@@ -194,6 +197,7 @@ def examine_reverse(answer):
             _examine_inputs(answer)
             _examine_inside(answer)
             _examine_another(answer)
+            _examine_whole_numbers(answer)
         except (RuntimeError, TypeError, AttributeError) as error:
             _refuse_what_backward_hooks_raise(error)
 
@@ -372,8 +376,8 @@ def _examine_inputs(answer):
             raise
         refuse(
             "fails_on_none",
-            zh="有 3 个输入：一个需要梯度的张量、一个数、一个不需要梯度的张量。后两个在 `grad_input` 里是 `None`，你的钩子在那里报错。",
-            en="There are 3 inputs: a tensor that requires a gradient, a number, a tensor that requires none. The last two are "
+            zh="有 3 个输入：一个需要梯度的张量、一个数、一个不需要梯度的张量。那个数在 `grad_input` 里是 `None`，你的钩子在那里报错。",
+            en="There are 3 inputs: a tensor that requires a gradient, a number, a tensor that requires none. The number is "
             "`None` in `grad_input`, and there your hook raises.",
         )
     first, left.grad = left.grad, None
@@ -386,6 +390,34 @@ def _examine_inputs(answer):
                 "some_inputs",
                 zh=f"只有一个输入时是对的；有 3 个输入（第 1、3 个是张量）时，第 {place} 个的梯度不对。",
                 en=f"Right for one input; with 3 (the first and the third are tensors), the gradient of number {place} is wrong.",
+            )
+
+
+def _examine_whole_numbers(answer):
+    """Beside an input that requires a gradient, a mask or an index comes as zeros of its own dtype."""
+    for factor in (torch.tensor([True, False]), torch.tensor([2, 5])):
+        blend, left = _Blend(), torch.ones(2, requires_grad=True)
+        handle = answer(blend, STRENGTH)
+        try:
+            (blend(left, 0.25, torch.ones(2), factor) * LOSS).sum().backward()
+        except RuntimeError as error:
+            if "changed the type" not in str(error):
+                raise
+            refuse(
+                "changed_dtype",
+                zh=f"有一个输入是 `{factor.dtype}` 的张量（掩码、下标），旁边的输入需要梯度：它在 `grad_input` 里不是 `None`，"
+                "是同一类型的 0。乘以 `-strength` 就成了浮点数，PyTorch 不收。这样的原样返回。",
+                en=f"One input is a tensor of `{factor.dtype}` (a mask, an index), beside one that requires a gradient: in "
+                "`grad_input` it is not `None` but zeros of the same dtype. Times `-strength` they are floating-point numbers, "
+                "which PyTorch does not take. Return such a one as it is.",
+            )
+        handle.remove()
+        want = -STRENGTH * 0.25 * blend.weight.detach() * LOSS * factor
+        if left.grad is None or not torch.allclose(left.grad, want):
+            refuse(
+                "beside_whole_numbers",
+                zh=f"另一个输入是 `{factor.dtype}` 的张量（掩码、下标）时，第 1 个输入的梯度不对。",
+                en=f"With another input of `{factor.dtype}` (a mask, an index), the gradient of the first input is wrong.",
             )
 
 
@@ -461,6 +493,21 @@ def reverse_fails_on_none(module, strength):
     return module.register_full_backward_hook(
         lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
     )
+
+
+def reverse_whole_numbers(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
+    )
+
+
+def reverse_only_floats(module, strength):
+    def hook(module, grad_input, grad_output):
+        tensors = [grad for grad in grad_input if grad is not None]
+        if all(grad.is_floating_point() for grad in tensors):
+            return tuple(None if grad is None else grad * -strength for grad in grad_input)
+
+    return module.register_full_backward_hook(hook)
 
 
 def reverse_first(module, strength):
@@ -539,6 +586,8 @@ REVERSE = Exercise(
         "unchanged": reverse_nothing,
         "in_place": reverse_in_place,
         "fails_on_none": reverse_fails_on_none,
+        "changed_dtype": reverse_whole_numbers,
+        "beside_whole_numbers": reverse_only_floats,
         "some_inputs": reverse_first,
         "no_handle": reverse_no_handle,
         "first_only": reverse_once,
