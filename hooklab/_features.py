@@ -2,9 +2,7 @@
 
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -12,19 +10,19 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from hooklab import _refuse
+from hooklab._calls import called_by_itself, is_running, outermost
 from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, recomputing
 from hooklab._compiler import eager
+from hooklab._containers import map_tensors
 from hooklab._installed import Installed
-from hooklab._packing import has_memory, outer_hooks
+from hooklab._outputs import Outputs, versions_of
+from hooklab._recorders import blame_keep, recorders
 from hooklab._select import groups, is_gathered, uncompiled
-from hooklab._walk import called_by_itself, first_shape, is_running, map_tensors, outermost, tensors_in
 
 __all__ = ["Enough", "Features"]
 
 # The features whose `run` is going on, in each thread its own.
 _runs = threading.local()
-
-NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
 
 class Enough(Exception):
@@ -35,7 +33,7 @@ class Enough(Exception):
         self.of = of
 
 
-class Features(Installed, Mapping[str, Any]):
+class Features(Installed, Outputs):
     """The outputs of the last forward, by the name of the layer: what `features` returns.
 
     Attributes:
@@ -43,29 +41,23 @@ class Features(Installed, Mapping[str, Any]):
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], keep: Callable[[Tensor], Any]):
-        super().__init__("features", layers.values())
+        Installed.__init__(self, "features", layers.values())
+        Outputs.__init__(self, detaches=keep is Tensor.detach)
         self._model = model
-        self._detaches = keep is Tensor.detach
         self._keep = keep
-        self._first: dict[str, str] = {}  # for each name the first one of its module
-        self._log: deque[tuple[str, Any, Any]] = deque()  # the outputs of the last forward, by first names
-        # Of layers called since then by themselves, or in a call of a part of the model: the same, and which call.
-        self._alone: dict[str, list[tuple[Any, Any]]] = {}
-        self._within: dict[str, Callable[[], object]] = {}
+        self._within: dict[str, Callable[[], object]] = {}  # of layers that are called alone: in which call
         self._modules = set(uncompiled(model).modules())
-        self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
         self._wanted: set[str] = set()  # what `run` still waits for
         self._running: list[int] = []  # the threads in which a forward of the whole model is running
         self._strangers: set[int] = set()  # those in a forward that does not count, until it ends
         self._quick: list[bool] = []  # whether grad is on; empty when an output has to be looked at twice
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
-        self._forwards = 0
         self._thread = 0  # the one that `run` was called in
         self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
         self._groups = list(groups(layers))
-        self._silent: dict[str, str] = {}  # after the block, if there was no forward: why
-        root, recorder = uncompiled(model), self._recorders()
+        root = uncompiled(model)
+        recorder = recorders(keep, self._quick, self._frozen, self._log.append, self._look)
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
             self._handles.append(root.register_forward_pre_hook(self._begin))
@@ -78,22 +70,9 @@ class Features(Installed, Mapping[str, Any]):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was kept, without the model; in place of its version each says whether it is as it was."""
-
-        def fresh(*records: tuple) -> list[tuple]:
-            return [(*record, _versions(record[-1]) == versions) for *record, versions in records]
-
-        alone = {name: fresh(*calls) for name, calls in self._alone.items()}
-        state = {**super().__getstate__(), "_log": fresh(*self._log), "_alone": alone, "_sorted": NOTHING}
+        """What was kept, without the model."""
         own = {"_model": None, "_modules": set(), "_keep": None, "_groups": [], "_running": [], "_within": {}}
-        return {**state, **own, "_strangers": set()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        def numbered(records: list[tuple]) -> Iterator[tuple]:
-            return ((*record, _versions(record[-1]) if fresh else "edited") for *record, fresh in records)
-
-        alone = {name: list(numbered(calls)) for name, calls in state["_alone"].items()}
-        vars(self).update(state, _log=deque(numbered(state["_log"])), _alone=alone)
+        return {**super().__getstate__(), **self._records(), **own, "_strangers": set()}
 
     def remove(self) -> None:
         try:
@@ -108,10 +87,6 @@ class Features(Installed, Mapping[str, Any]):
 
     def _has_seen(self) -> bool:
         return bool(self._forwards or self._alone)
-
-    @property
-    def calls(self) -> Mapping[str, list[Any]]:
-        return Calls(self)
 
     def run(self, *args: Any, **kwargs: Any) -> "Features":
         """Run the model on these inputs, and stop it as soon as every layer has been called once.
@@ -166,71 +141,7 @@ class Features(Installed, Mapping[str, Any]):
             error = error.__cause__ or error.__context__
         return any(getattr(error, "of", None) is self for error in chain)
 
-    def __getitem__(self, name: str) -> Any:
-        return self._checked(name, *self._record(name)[-1])
-
-    def __contains__(self, name: object) -> bool:
-        return bool(self._calls_of(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return filter(self._calls_of, self._first)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        counts = (f"{name or repr(name)}: {len(self._calls_of(name))}" for name in self._first)
-        return f"Features(outputs of {', '.join(counts)})"
-
     # ---- the hooks ----
-
-    def _recorders(self) -> Callable[[str], Callable]:
-        """Makes the hooks. All that they use but the name is shared, so that it stays in a core's cache."""
-        quick, note, look, task, keep = self._quick, self._log.append, self._look, graph_task, self._keep
-        frozen = self._frozen
-
-        # Every line here is paid for in every call of every layer.
-        def keeping(name: str) -> Callable:
-            @eager
-            def hook(module: nn.Module, args: tuple, output: Any) -> None:
-                if quick and output.__class__ is Tensor and task() == NO_BACKWARD and outer_hooks() is None:
-                    try:
-                        kept = keep(output)
-                    except Exception as error:
-                        _blame_keep(error, name)
-                        raise
-                    try:
-                        note((name, kept, kept._version if kept.__class__ is Tensor else _versions(kept)))
-                    except RuntimeError:  # an inference tensor has no version
-                        note((name, kept, _versions(kept)))
-                else:
-                    look(name, output)
-
-            return hook
-
-        def detaching(name: str) -> Callable:
-            @eager
-            def hook(module: nn.Module, args: tuple, output: Any) -> None:
-                if quick and output.__class__ is Tensor and task() == NO_BACKWARD:
-                    try:
-                        kept = output.detach() if quick[0] or output.requires_grad else output
-                        note((name, kept, kept._version))
-                        return
-                    except RuntimeError:  # an inference tensor has no version
-                        pass
-                elif (
-                    frozen and output.__class__ is Tensor and output.is_inference() and task() == NO_BACKWARD
-                ):
-                    try:
-                        note((name, output, output.shape))
-                        return
-                    except RuntimeError:  # a strided nested tensor has no shape
-                        pass
-                look(name, output)
-
-            return hook
-
-        return detaching if self._detaches else keeping
 
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
@@ -248,14 +159,14 @@ class Features(Installed, Mapping[str, Any]):
         except Exception as error:
             if again:  # the forward of a reentrant checkpoint has no graph, which `.numpy()` refuses
                 return
-            _blame_keep(error, name)
+            blame_keep(error, name)
             raise
         if again:
             return
         if self._running:
-            self._log.append((name, kept, _versions(kept)))
+            self._log.append((name, kept, versions_of(kept)))
         else:  # outside a forward of the model
-            self._record_alone(name, (kept, _versions(kept)))
+            self._record_alone(name, (kept, versions_of(kept)))
         if self._wanted and self._runs_here():
             self._wanted.discard(name)
 
@@ -318,11 +229,8 @@ class Features(Installed, Mapping[str, Any]):
         self._running.clear()
         if self._strangers:  # some may have ended in their forward
             self._strangers.intersection_update(sys._current_frames())
-        self._forwards += 1
-        self._log.clear()
-        self._alone.clear()
+        super()._begin_anew()
         self._within.clear()
-        self._sorted = NOTHING
         self._no_shortcuts()
         if not self._wanted and not self._strangers:
             (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
@@ -341,89 +249,7 @@ class Features(Installed, Mapping[str, Any]):
         self._quick.clear()
         self._frozen.clear()
 
-    # ---- reading ----
-
-    def _calls_of(self, name: object) -> list[tuple[Any, Any]]:
-        """The calls of a layer, with what `_versions` said when they were noted."""
-        first = self._first.get(name)
-        seen = self._forwards, len(self._log)
-        if self._sorted[0] != seen:
-            records: dict[str, list[tuple[Any, Any]]] = {}
-            for of, kept, versions in tuple(self._log):
-                records.setdefault(of, []).append((kept, versions))
-            self._sorted = seen, records
-        return self._alone.get(first) or self._sorted[1].get(first, [])
-
-    def _record(self, name: str) -> list[tuple[Any, Any]]:
-        if calls := self._calls_of(name):
-            return calls
-        if name not in self._first:
-            close = get_close_matches(str(name), self._first) or list(self._first)[:5]
-            raise KeyError(f"features: {name!r} was not asked for; asked for: {_refuse.listed(close)}")
-        if not self._forwards:
-            why = self._silent.get(name) or self._why_silent(name)
-            raise KeyError(f"features: no output of {name!r} yet; run the model inside the block {why}")
-        raise KeyError(
-            f"features: the last forward did not call {name!r}: it was skipped, or its forward is called directly, or "
-            "its weights are used without calling it (as nn.MultiheadAttention does with out_proj), or another layer has "
-            "taken its place since"
-        )
-
     def _why_silent(self, name: str) -> str:
         watched = [module for module, names in self._groups if name in names]
-        return _refuse.why_silent([*([uncompiled(self._model)] if self._model is not None else []), *watched])
-
-    def _checked(self, name: str, kept: Any, versions: Any) -> Any:
-        what = None
-        if _versions(kept) != versions:
-            what = (
-                "has been overwritten in place since the layer returned it, by a later layer such as ReLU(inplace=True) or "
-                "by `+=`"
-            )
-        elif any(map(_is_freed, tensors_in(kept))):  # to read it would end the process
-            what = "has no memory any more: something that can compute it again has freed it, as reversible networks do"
-        if what is not None:
-            cure = f"features(model, {name!r}, keep=lambda t: t.detach().clone())"
-            if not self._detaches:
-                cure = "let `keep` end in .clone(), or take keep=with_grad without copy=False"
-            raise RuntimeError(f"features: the output of {name!r} {what}; keep a copy of its own: {cure}")
-        # A reentrant checkpoint of the whole model gives its output a graph afterwards.
-        late = self._detaches and isinstance(kept, Tensor) and kept.requires_grad
-        return kept.detach() if late else kept
-
-
-class Calls(Mapping[str, list[Any]]):
-    """Every output of the last forward, by the name of the layer."""
-
-    def __init__(self, features: Features):
-        self._features = features
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return [self._features._checked(name, *call) for call in self._features._record(name)]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._features
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._features)
-
-    def __len__(self) -> int:
-        return len(self._features)
-
-
-def _blame_keep(error: Exception, name: str) -> None:
-    error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    return has_memory(tensor) and not tensor.untyped_storage().nbytes()
-
-
-def _versions(kept: Any) -> Any:
-    """Changes whenever a tensor in `kept`, or one that shares its memory, is edited in place.
-
-    Inference tensors have no version; of them it is the shape, since they may be the very tensor that later layers get.
-    """
-    if isinstance(kept, Tensor):
-        return first_shape(kept) if kept.is_inference() else kept._version
-    return [_versions(tensor) for tensor in tensors_in(kept)]
+        root = [uncompiled(self._model)] if self._model is not None else []
+        return super()._why_silent(name) or _refuse.why_silent([*root, *watched])

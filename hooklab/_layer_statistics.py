@@ -10,11 +10,11 @@ from torch import Tensor, is_grad_enabled, nn
 from hooklab import _refuse
 from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
+from hooklab._containers import tensors_in
 from hooklab._installed import Installed
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short, unbatched
 from hooklab._table import table
-from hooklab._walk import tensors_in
 
 __all__ = ["LayerStatistics"]
 

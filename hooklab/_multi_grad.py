@@ -10,7 +10,7 @@ from torch.autograd import graph
 
 from hooklab._checkpoints import graph_task
 from hooklab._compiler import eager
-from hooklab._walk import gradient_node
+from hooklab._nodes import gradient_node
 
 __all__ = ["register_multi_grad_hook"]
 

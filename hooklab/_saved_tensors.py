@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from hooklab import _packing
+from hooklab._calls import CALL
 from hooklab._compiler import eager, refuse_compiling
+from hooklab._containers import first_shape
+from hooklab._nodes import node_name
 from hooklab._table import table
-from hooklab._walk import CALL, first_shape, node_name
 
 __all__ = ["SavedTensor", "SavedTensors", "owned"]
 

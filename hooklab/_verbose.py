@@ -10,12 +10,13 @@ from torch import nn
 from torch._utils import ExceptionWrapper
 from torch.autograd import graph
 
+from hooklab._calls import CALL, forget_interrupted, leave
 from hooklab._checkpoints import recomputing
 from hooklab._compiler import eager
+from hooklab._containers import shapes
 from hooklab._features import Enough
 from hooklab._installed import Installed, kwargs_and_output
 from hooklab._select import groups, uncompiled
-from hooklab._walk import CALL, forget_interrupted, leave, shapes
 
 __all__ = ["Verbose"]
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hooklab import _plots, _timeline
+from hooklab._containers import first_shape, tensors_in
 from hooklab._drawing import LOCK
 from hooklab._graphviz import NotDrawn, svg_from_dot
+from hooklab._nodes import node_name
 from hooklab._saved_tensors import SavedTensors
 from hooklab._statistics import Statistics, short
-from hooklab._walk import first_shape, node_name, tensors_in
 from hooklab.trace import Trace
 
 __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]

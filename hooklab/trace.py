@@ -15,12 +15,14 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hooklab import _refuse
+from hooklab._calls import forget_interrupted, leave
 from hooklab._checkpoints import NO_BACKWARD, graph_task
 from hooklab._compiler import compiling, eager, refuse_compiling, warn_if_compiled, warn_if_ignored
+from hooklab._containers import first_shape, tensors_in
 from hooklab._events import PHASES, Event, line, with_module_backward
 from hooklab._multi_grad import register_multi_grad_hook
+from hooklab._nodes import behind, gradient_node, node_name
 from hooklab._packing import hold, installed, outer_hooks, unhold
-from hooklab._walk import behind, first_shape, forget_interrupted, gradient_node, leave, node_name, tensors_in
 
 __all__ = ["Event", "Trace", "trace"]
 

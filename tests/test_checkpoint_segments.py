@@ -944,7 +944,7 @@ def test_when_memory_is_full_at_the_begin_of_computing_again_buffers_stay(monkey
     with checkpoint_segments(model, {"body": 5}):
         loss = model(torch.randn(8, 4)).sum()
         values = {name: buffer.clone() for name, buffer in buffers.items()}
-        monkeypatch.setattr("hooklab._segments._copy", full)
+        monkeypatch.setattr("hooklab._segment_state.copy_of", full)
         with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
             loss.backward()
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())

@@ -10,7 +10,7 @@ from torch import nn
 from torch_nn_samples import ABSTRACT, SAMPLES
 
 from hooklab import features, hooks_on, layer_statistics, no_leftovers, trace, verbose
-from hooklab._walk import tensors_in
+from hooklab._containers import tensors_in
 
 
 def test_no_module_of_torch_nn_is_missing():

@@ -7,7 +7,7 @@ from models import Pair, Result, same_state, state_of
 from torch import nn
 
 from hooklab import features, hooks_on, layer_statistics, trace, verbose
-from hooklab._walk import map_tensors, tensors_in
+from hooklab._containers import map_tensors, tensors_in
 
 WRAPS = {
     "tensor": lambda x: x,

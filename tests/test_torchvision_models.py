@@ -10,7 +10,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 from torchvision.models.regnet import BlockParams
 
 from hooklab import features, no_leftovers
-from hooklab._walk import tensors_in
+from hooklab._containers import tensors_in
 
 # One of each family and size that a forward of which takes no more than a fraction of a second; side in pixels.
 SIDES = {

@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import hooks_on, no_leftovers, trace
-from hooklab._walk import behind
+from hooklab._nodes import behind
 from hooklab.trace import NODE_CREATION_HOOK
 
 sees_new_nodes = pytest.mark.skipif(

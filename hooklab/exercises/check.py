@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hooklab._agree import agree, as_meant, shown
 from hooklab._message import Message
-from hooklab._walk import within
+from hooklab._reachable import within
 from hooklab.exercises._effects import watched
 
 __all__ = [

@@ -1,0 +1,70 @@
+"""What the plan of `checkpoint_segments` names; everything is checked before anything is switched."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from torch import nn
+
+from hooklab import _refuse
+from hooklab._segmented import Segmented
+from hooklab._select import uncompiled
+
+__all__ = ["planned"]
+
+
+def planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequential]:
+    """What the plan names; everything is checked before the first is switched."""
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            'checkpoint_segments: plan should map names to blocks per segment, {"layer1": 1, "layer2": 2}; '
+            f"found {type(plan).__name__}"
+        )
+    if not plan:
+        raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
+    modules, found = dict(uncompiled(model).named_modules(remove_duplicate=False)), {}
+    for name, blocks in plan.items():
+        module = _sequential(modules, name)
+        _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
+        if module in found.values():
+            raise ValueError(
+                f"checkpoint_segments: {name!r} is another name of a layer that the plan has already"
+            )
+        found[name] = module
+    return found
+
+
+def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
+    """The Sequential of this name, refused unless it runs its blocks one after the other."""
+    if name not in modules:
+        sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
+        deeper = [one for one in modules if isinstance(name, str) and one.endswith(f".{name}")]
+        close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
+        shown = _refuse.listed(close) or "no Sequential in this model"
+        raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
+    module = modules[name]
+    if isinstance(module, Segmented):
+        again = (
+            "remove that first"
+            if module._hooklab_blocks
+            else "and was sharded then; make a new model, and shard it first"
+        )
+        state = "runs" if module._hooklab_blocks else "once ran"
+        raise ValueError(f"checkpoint_segments: {name!r} {state} in segments already; {again}")
+    ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    if not ordinary or "forward" in vars(module):
+        raise TypeError(
+            f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
+            f"{_found(module)}"
+        )
+    return module
+
+
+def _found(module: nn.Module) -> str:
+    kind = type(module)
+    if isinstance(module, nn.ModuleList):
+        return (
+            f"{kind.__name__}, whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use "
+            "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
+        )
+    name = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
+    return f"{name} with a forward of its own" if isinstance(module, nn.Sequential) else name
