@@ -11,9 +11,10 @@ from hooklab import _refuse
 from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._containers import tensors_in
+from hooklab._figures import unbatched
 from hooklab._installed import Installed
 from hooklab._select import groups
-from hooklab._statistics import Running, Statistics, short, unbatched
+from hooklab._statistics import Running, Statistics, short
 from hooklab._table import table
 
 __all__ = ["LayerStatistics"]

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hooklab._drawing import drawing, shortened
+from hooklab._figures import plain
 from hooklab._saved_tensors import SavedTensors
-from hooklab._statistics import Statistics, plain
+from hooklab._statistics import Statistics
 
 __all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "shown_maps"]
 

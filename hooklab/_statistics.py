@@ -1,21 +1,18 @@
 """Statistics of tensors that stream by: no tensor is kept, and a GPU is never waited for until one reads."""
 
+import copy
 import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
     peek_interpreter_stack,
 )
 from torch._subclasses import FakeTensor
@@ -24,22 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hooklab._checkpoints import modes_open, selective
 from hooklab._compiler import eager
+from hooklab._figures import CHUNK, FLOATS, careful, merged, plain, scratch
+from hooklab._histogram import Histogram
 
-__all__ = ["Running", "Statistics", "plain", "short", "unbatched"]
+__all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-CHUNK = (
-    131_072  # numbers: few calls, and 1.1 MiB of scratch memory for each thread, which a core's cache holds
-)
-ONE_PASS = 32_768  # numbers: above, amin and amax are faster than aminmax, which runs once
-NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
 PENDING = 256  # results that wait on a GPU before they are merged, there
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_SHAPES = 64
-EXACT = 16_777_216  # whole numbers that float32 can count
-UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
-MAX_ROWS = 512  # of the history: after that two rows become one
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class Running:
     @eager
     def __init__(self, bins: int, range: tuple[float, float]):
         self.calls = 0
-        self._bins, self._range = bins, range
+        self._histogram = Histogram(bins, range) if bins else None
         # Replicas on several GPUs add from several threads; a signal handler or a finalizer comes in between.
         self._lock = threading.RLock()
         self._busy = False  # in the middle of measuring: what comes then waits among the staged
@@ -99,13 +88,12 @@ class Running:
         self._zeros, self._nans, self._infs = 0.0, 0.0, 0.0
         self._min, self._max = math.inf, -math.inf
         self._pending: list[Tensor] = []
-        self._rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
-        self._calls_per_row, self._row_calls = 1, 0
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-            return {**vars(self), **lists, "_lock": None, "_busy": False}
+            own = {"_lock": None, "_busy": False, "_histogram": copy.copy(self._histogram)}
+            return {**vars(self), **lists, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
@@ -135,8 +123,8 @@ class Running:
             self._count += number
             if tensor.is_meta or isinstance(tensor, FakeTensor):
                 return
-            if self._bins:
-                self._add_to_histogram(tensor)
+            if self._histogram is not None:
+                self._histogram.add(tensor)
             if number == 0:
                 return
             if number < STAGED or self._busy:
@@ -166,7 +154,7 @@ class Running:
             zeros = self._zeros / seen if seen else math.nan
             return Statistics(
                 self.calls, self._count, mean, std, low, high, zeros, int(self._nans), int(self._infs),
-                **self._histogram(),
+                **(self._histogram.read() if self._histogram is not None else {}),
             )  # fmt: skip
 
     # ---- the figures ----
@@ -189,18 +177,18 @@ class Running:
 
     def _measure(self, tensor: Tensor) -> None:
         if not tensor.is_cpu:
-            self._pending += map(_careful, tensor.flatten().split(GPU_CHUNK))
+            self._pending += map(careful, tensor.flatten().split(GPU_CHUNK))
             if len(self._pending) >= PENDING:
-                self._pending = [_merged(self._pending)]
+                self._pending = [merged(self._pending)]
             return
         for part in tensor.flatten().chunk(math.ceil(tensor.numel() / CHUNK)):
             if not self._fast(part):
-                self._add(*_careful(part).tolist())
+                self._add(*careful(part).tolist())
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""
         if self._pending:
-            result, self._pending = _merged(self._pending), []
+            result, self._pending = merged(self._pending), []
             self._add(*result.tolist())
 
     def _add(
@@ -233,142 +221,12 @@ class Running:
 
     def _fast(self, part: Tensor) -> bool:
         """Add a contiguous part on the CPU; False where it has NaN or infinite entries, which take longer."""
-        if _scratch.busy:  # another layer was interrupted in here
+        figures = scratch.figures(part)
+        if figures is None:
             return False
-        _scratch.busy = True
-        try:
-            return self._measure_fast(part)
-        finally:
-            _scratch.busy = False
-
-    def _measure_fast(self, part: Tensor) -> bool:
-        # Few calls and few steps between them: beside a small layer's forward every one of them counts.
-        shape = part.shape
-        wide, wide_shaped, nonzero, nonzero_array = _scratch.views.get(shape) or _scratch.of(shape)
-        wide_shaped.copy_(part)
-        squares = wide.dot(wide).item()
-        if not math.isfinite(squares):
-            return False
-        number = shape.numel()
-        mean = wide.sum().item() / number
-        spread = squares - mean * mean * number
-        lowest, highest = torch.aminmax(part) if number <= ONE_PASS else (part.amin(), part.amax())
-        low, high = lowest.item(), highest.item()
-        if low == high:
-            mean, spread = low, 0.0
-        elif spread < NARROW * squares:
-            wide.sub_(mean)
-            spread = wide.dot(wide).item()
-        zeros = 0.0
-        if low <= 0 <= high:
-            nonzero.copy_(part)
-            zeros = number - int(np.count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
-        self._add(number, mean, spread, zeros, 0, 0, low, high)
+        self._add(*figures)
         return True
 
-    # ---- the histogram ----
-
-    def _add_to_histogram(self, tensor: Tensor) -> None:
-        flat = tensor.flatten()
-        flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-        low, high = self._range
-        # torch.histc counts in float32, which stops at 2 ** 24.
-        with _counting():
-            parts = [torch.histc(part, self._bins, low, high) for part in flat.split(EXACT)]
-        inside = sum(part.to(torch.int64) for part in parts)
-        row = torch.cat([(flat < low).sum()[None], inside, (flat > high).sum()[None]])
-        if self._row_calls:
-            self._rows[-1] = self._rows[-1] + row.to(self._rows[-1].device)
-        else:
-            self._rows.append(row)
-        self._row_calls = (self._row_calls + 1) % self._calls_per_row
-        if len(self._rows) == MAX_ROWS and not self._row_calls:
-            pairs = zip(self._rows[::2], self._rows[1::2], strict=True)
-            self._rows = [first + second.to(first.device) for first, second in pairs]
-            self._calls_per_row *= 2
-
-    def _histogram(self) -> dict:
-        if not self._bins:
-            return {}
-        rows = [row.cpu() for row in self._rows] or [
-            torch.zeros(self._bins + 2, dtype=torch.int64, device="cpu")
-        ]
-        history = torch.stack(rows)
-        below, *counts, above = history.sum(0).tolist()
-        history = history[: len(self._rows), 1:-1]
-        return {"histogram": counts, "below": below, "above": above, "history": history, "range": self._range}
-
-
-@contextmanager
-def _counting() -> Iterator[None]:
-    """On a GPU `torch.histc` is refused where algorithms have to be deterministic: it adds in any order, but whole numbers."""
-    if not torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch._C._set_deterministic_algorithms(False)  # without PyTorch's settings for its compiler
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(True, warn_only=warns)
-
-
-def unbatched(grad: Tensor) -> Tensor:
-    """All gradients of a batch inside `torch.autograd.grad(is_grads_batched=True)`; elsewhere `grad` itself."""
-    # They still use the vmap from before torch.func, whose tensors are not functorch's.
-    if not is_legacy_batchedtensor(grad):
-        return grad
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    return torch._remove_batch_dim(grad, level, 0, 0)
-
-
-def _holey(tensor: Tensor) -> bool:
-    return tensor.layout is torch.jagged and tensor.lengths() is not None
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Numbers that can be compared: the stored entries of a nested tensor, the absolute values of a complex one."""
-    if tensor.is_nested:
-        tensor = (
-            torch.cat([part.flatten() for part in tensor.unbind()]) if _holey(tensor) else tensor.values()
-        )
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if tensor.is_complex():
-        tensor = tensor.abs()
-    if tensor.dtype in UNORDERED or (tensor.is_floating_point() and tensor.dtype not in FLOATS):
-        tensor = tensor.double() if tensor.dtype in UNORDERED else tensor.float()
-    return tensor
-
-
-class _Scratch(threading.local):
-    """Memory for a part as float64 and as bool, used again and again: fresh memory costs more than counting.
-
-    Fresh views cost time too: they are kept for the shapes seen last.
-    """
-
-    def __init__(self) -> None:
-        with torch.inference_mode(False), _disable_current_modes():
-            self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
-            self.nonzero = torch.empty(CHUNK, dtype=torch.bool, device="cpu")
-        self.views: dict[torch.Size, tuple[Any, ...]] = {}
-        self.busy = False
-
-    def of(self, shape: torch.Size) -> tuple[Any, ...]:
-        """The first flat and in this shape, the second in this shape and as a NumPy array."""
-        if shape not in self.views:
-            if len(self.views) >= MAX_SHAPES:
-                self.views.clear()
-            with torch.inference_mode(False), _disable_current_modes():
-                wide, nonzero = self.wide[: shape.numel()], self.nonzero[: shape.numel()]
-                self.views[shape] = wide, wide.view(shape), nonzero.view(shape), nonzero.numpy()
-        return self.views[shape]
-
-
-_scratch = _Scratch()
 
 # A process may be forked while a thread, which the child does not have, holds the lock.
 _all: weakref.WeakSet[Running] = weakref.WeakSet()
@@ -381,29 +239,3 @@ def _unlock() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unlock)
-
-
-def _careful(part: Tensor) -> Tensor:
-    """The same figures as one tensor on the same device, of the finite entries alone; no value is looked at."""
-    # Apple's GPUs have no float64.
-    wide = part.to(torch.float32 if part.device.type == "mps" else torch.float64)
-    finite = part.isfinite()
-    number = finite.sum().to(wide.dtype)
-    mean = torch.where(finite, wide, 0).sum() / number.clamp(min=1)
-    off = torch.where(finite, wide - mean, 0)
-    figures = (
-        number, mean, off.dot(off), (part == 0).sum(), part.isnan().sum(), part.isinf().sum(),
-        torch.where(finite, wide, math.inf).min(), torch.where(finite, wide, -math.inf).max(),
-    )  # fmt: skip
-    return torch.stack([figure.to(wide.dtype) for figure in figures])
-
-
-def _merged(results: list[Tensor]) -> Tensor:
-    """Several results of `_careful` as one, on the device of the first; as `Running._add`, without a look."""
-    numbers, means, spreads, *counts, lows, highs = torch.stack(
-        [one.to(results[0].device) for one in results]
-    ).T
-    number = numbers.sum()
-    mean = (numbers * means).sum() / number.clamp(min=1)
-    spread = spreads.sum() + (numbers * (means - mean) ** 2).sum()
-    return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])

@@ -30,6 +30,8 @@ from hooklab import (
     trace,
     watch,
 )
+from hooklab._figures import Scratch
+from hooklab._statistics import Running
 from hooklab.stores import Disk
 from hooklab.trace import NODE_CREATION_HOOK
 
@@ -228,10 +230,8 @@ class AtEveryLine:
             sys.settrace(before)
 
 
-@pytest.mark.parametrize("place", ["_measure_fast", "add", "_add"])
+@pytest.mark.parametrize("place", [Scratch._figures, Running.add, Running._add])
 def test_statistics_are_right_whatever_is_counted_or_read_in_between(place):
-    from hooklab._statistics import Running
-
     model = nn.Sequential(nn.ReLU(), nn.Identity())
     x, other = torch.arange(-9_000.0, 9_000.0), torch.full((20_000,), 7.0)
     expected = layer_statistics(model, "0")
@@ -246,7 +246,7 @@ def test_statistics_are_right_whatever_is_counted_or_read_in_between(place):
             running.add(other)
             stats.table()
 
-        with AtEveryLine(getattr(Running, place).__code__, between).at_work():
+        with AtEveryLine(place.__code__, between).at_work():
             model(x)
     assert len(times) > 3
     assert stats["0"] == expected["0"]

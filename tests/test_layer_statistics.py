@@ -17,8 +17,10 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import _statistics, hooks_on, layer_statistics, no_leftovers
-from hooklab._statistics import CHUNK, MAX_ROWS, STAGED, Running
+from hooklab import hooks_on, layer_statistics, no_leftovers
+from hooklab._figures import CHUNK, careful
+from hooklab._histogram import MAX_ROWS
+from hooklab._statistics import STAGED, Running
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_the_way_taken_on_a_gpu_gives_the_same(lists, dtype):
     for tensor in tensors:
         running.calls += 1
         running._count += tensor.numel()
-        running._pending.append(_statistics._careful(tensor))
+        running._pending.append(careful(tensor))
     assert_exact(running.read(), tensors)
 
 

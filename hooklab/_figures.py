@@ -1,0 +1,137 @@
+"""The figures of one tensor: as plain numbers first, then without a look at a value, so that a GPU is not waited for."""
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["CHUNK", "FLOATS", "careful", "merged", "plain", "scratch", "unbatched"]
+
+CHUNK = 131_072  # numbers: few calls, and 1.1 MiB of scratch memory for each thread
+ONE_PASS = 32_768  # numbers: above, amin and amax are faster than aminmax, which runs once
+NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_SHAPES = 64
+UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Numbers that can be compared: the stored entries of a nested tensor, the absolute values of a complex one."""
+    if tensor.is_nested:
+        tensor = (
+            torch.cat([part.flatten() for part in tensor.unbind()]) if _holey(tensor) else tensor.values()
+        )
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    if tensor.dtype in UNORDERED or (tensor.is_floating_point() and tensor.dtype not in FLOATS):
+        tensor = tensor.double() if tensor.dtype in UNORDERED else tensor.float()
+    return tensor
+
+
+def _holey(tensor: Tensor) -> bool:
+    return tensor.layout is torch.jagged and tensor.lengths() is not None
+
+
+def unbatched(grad: Tensor) -> Tensor:
+    """All gradients of a batch inside `torch.autograd.grad(is_grads_batched=True)`; elsewhere `grad` itself."""
+    # They still use the vmap from before torch.func, whose tensors are not functorch's.
+    if not is_legacy_batchedtensor(grad):
+        return grad
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return torch._remove_batch_dim(grad, level, 0, 0)
+
+
+def careful(part: Tensor) -> Tensor:
+    """The same figures as one tensor on the same device, of the finite entries alone; no value is looked at."""
+    # Apple's GPUs have no float64.
+    wide = part.to(torch.float32 if part.device.type == "mps" else torch.float64)
+    finite = part.isfinite()
+    number = finite.sum().to(wide.dtype)
+    mean = torch.where(finite, wide, 0).sum() / number.clamp(min=1)
+    off = torch.where(finite, wide - mean, 0)
+    figures = (
+        number, mean, off.dot(off), (part == 0).sum(), part.isnan().sum(), part.isinf().sum(),
+        torch.where(finite, wide, math.inf).min(), torch.where(finite, wide, -math.inf).max(),
+    )  # fmt: skip
+    return torch.stack([figure.to(wide.dtype) for figure in figures])
+
+
+def merged(results: list[Tensor]) -> Tensor:
+    """Several results of `careful` as one, on the device of the first; as `Running._add`, without a look."""
+    numbers, means, spreads, *counts, lows, highs = torch.stack(
+        [one.to(results[0].device) for one in results]
+    ).T
+    number = numbers.sum()
+    mean = (numbers * means).sum() / number.clamp(min=1)
+    spread = spreads.sum() + (numbers * (means - mean) ** 2).sum()
+    return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
+
+
+class Scratch(threading.local):
+    """Measures on the CPU, in memory for a part as float64 and as bool, used again and again: fresh memory costs more.
+
+    Fresh views cost time too: they are kept for the shapes seen last.
+    """
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False), _disable_current_modes():
+            self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+            self.nonzero = torch.empty(CHUNK, dtype=torch.bool, device="cpu")
+        self.views: dict[torch.Size, tuple[Any, ...]] = {}
+        self.busy = False
+
+    def figures(self, part: Tensor) -> tuple[float, ...] | None:
+        """As `careful`, of at most `CHUNK` numbers; None where one is NaN or infinite, and where this is in use."""
+        if self.busy:  # another layer was interrupted in here
+            return None
+        self.busy = True
+        try:
+            return self._figures(part)
+        finally:
+            self.busy = False
+
+    def _figures(self, part: Tensor) -> tuple[float, ...] | None:
+        # Few calls and few steps between them: beside a small layer's forward every one of them counts.
+        shape = part.shape
+        wide, wide_shaped, nonzero, nonzero_array = self.views.get(shape) or self._views(shape)
+        wide_shaped.copy_(part)
+        squares = wide.dot(wide).item()
+        if not math.isfinite(squares):
+            return None
+        number = shape.numel()
+        mean = wide.sum().item() / number
+        spread = squares - mean * mean * number
+        lowest, highest = torch.aminmax(part) if number <= ONE_PASS else (part.amin(), part.amax())
+        low, high = lowest.item(), highest.item()
+        if low == high:
+            mean, spread = low, 0.0
+        elif spread < NARROW * squares:
+            wide.sub_(mean)
+            spread = wide.dot(wide).item()
+        zeros = 0.0
+        if low <= 0 <= high:
+            nonzero.copy_(part)
+            zeros = number - int(np.count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
+        return number, mean, spread, zeros, 0, 0, low, high
+
+    def _views(self, shape: torch.Size) -> tuple[Any, ...]:
+        """The first flat and in this shape, the second in this shape and as a NumPy array."""
+        if len(self.views) >= MAX_SHAPES:
+            self.views.clear()
+        with torch.inference_mode(False), _disable_current_modes():
+            wide, nonzero = self.wide[: shape.numel()], self.nonzero[: shape.numel()]
+            self.views[shape] = wide, wide.view(shape), nonzero.view(shape), nonzero.numpy()
+        return self.views[shape]
+
+
+scratch = Scratch()
