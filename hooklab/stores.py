@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -29,65 +28,12 @@ from torch import Tensor
 
 from hooklab import _refuse
 from hooklab._compiler import eager
+from hooklab._slots import ALIGNMENT, Row, Slot, aligned
 
 __all__ = ["Disk", "PinnedMemory"]
 
 MIB = 2**20
 MIN_CHUNK = 32 * MIB
-ALIGNMENT = 512  # bytes; every dtype may begin there, and neighbouring gaps fit together
-
-
-class Slot:
-    """A stretch of bytes in a row. When nobody holds it any more, the stretch is free."""
-
-    def __init__(self, row: "Row", start: int, tensor: Tensor):
-        self.row, self.start = row, start
-        self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
-
-    @eager
-    def __del__(self) -> None:
-        # Atomic: any thread may be the one that collects.
-        self.row.freed.append((self.start, self.start + _aligned(self.nbytes)))
-
-
-class Row:
-    """Which bytes of a row are free. The smallest gap that fits is used; neighbouring gaps join."""
-
-    def __init__(self, length: float = math.inf):
-        self.ends: dict[int, float] = {0: length}  # of the gaps: where each ends, by where it begins
-        self.starts: dict[float, int] = {length: 0}  # the other way round
-        self.sizes: list[tuple[float, int]] = [(length, 0)]  # sorted, each with where it begins
-        self.freed: deque[tuple[int, int]] = deque()  # by slots, not yet among the gaps
-
-    def take(self, nbytes: int) -> int | None:
-        """Where `nbytes` may begin, or None if the row is full."""
-        self.join()
-        size = _aligned(nbytes)
-        place = bisect_left(self.sizes, (size, 0))
-        if place == len(self.sizes):
-            return None
-        start = self.sizes[place][1]
-        if start + size < (end := self._close(start)):
-            self._open(start + size, end)
-        return start
-
-    def join(self) -> None:
-        """Make gaps of what slots have given back."""
-        while self.freed:
-            start, end = self.freed.popleft()
-            if (before := self.starts.get(start)) is not None:
-                self._close(before)
-                start = before
-            self._open(start, self._close(end) if end in self.ends else end)
-
-    def _open(self, start: int, end: float) -> None:
-        self.ends[start], self.starts[end] = end, start
-        insort(self.sizes, (end - start, start))
-
-    def _close(self, start: int) -> float:
-        end = self.ends.pop(start)
-        del self.starts[end], self.sizes[bisect_left(self.sizes, (end - start, start))]
-        return end
 
 
 class Disk:
@@ -284,7 +230,7 @@ class PinnedMemory:
             if device == flat.device and (start := row.take(flat.nbytes)) is not None:
                 return PinnedSlot(self, row, start, flat, memory)
         size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
-        memory = self._pinned(max(size, _aligned(flat.nbytes)))
+        memory = self._pinned(max(size, aligned(flat.nbytes)))
         self._chunks.append((flat.device, Row(memory.nbytes), memory))
         return self._room(flat)
 
@@ -337,7 +283,3 @@ class PinnedSlot(Slot):
         if self.incoming is not None:
             self.store._abandon(self.incoming[0])
         super().__del__()
-
-
-def _aligned(nbytes: int) -> int:
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
