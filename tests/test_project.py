@@ -319,3 +319,9 @@ def test_cells_of_somebody_else_lose_the_other_language_and_nothing_more(source,
     for exporter, want in ((Chinese, chinese), (English, english)):
         cell, _ = exporter().preprocess_cell(nbformat.v4.new_markdown_cell(source), {}, 0)
         assert cell.source == want
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md"])
+def test_contributing_says_of_every_private_file_what_it_is_behind(page):
+    named = set(re.findall(r"`(_\w+\.py)`", (ROOT / page).read_text(encoding="utf-8")))
+    assert named == {file.name for file in (ROOT / "hooklab").glob("_[a-z]*.py")}
