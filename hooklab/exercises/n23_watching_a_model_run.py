@@ -573,16 +573,19 @@ class _Reader(nn.Module):
         self.log = _Log()
         self.helper = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
         self.runs = _Shared()  # of each forward, whether gradients were on
+        self.passed = _Shared()  # what `embed` has given
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self.runs.append(torch.is_grad_enabled())
-        hidden = self.again(self.again(self.encoder(self.embed(tokens)))).mean(dim=1)
+        embedded = self.embed(tokens)
+        self.passed.append(embedded)
+        hidden = self.again(self.again(self.encoder(embedded))).mean(dim=1)
         self.log(hidden)
         return (self.head(hidden), self.helper(hidden)) if self.training else self.head(hidden)
 
 
 class _Shared(list):
-    """A copy of the model notes its runs in the same list."""
+    """A copy of the model notes what happens in the same list."""
 
     def __deepcopy__(self, memo: dict) -> "_Shared":
         return self
@@ -616,7 +619,7 @@ def examine_never_called(answer):
     model.head.register_forward_hook(_user_hook)
     hung, flags, fast = _hung(model), _flags(model), torch.backends.mha.get_fastpath_enabled()
     try:
-        got = answer(model, tokens)
+        got = _result(answer, model, tokens, model.passed)
     finally:
         fast_after = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -768,6 +771,21 @@ def _examine_names(got):
 def never_on_the_slow_path(model, x):
     torch.backends.mha.set_fastpath_enabled(False)
     return never_called(model, x)
+
+
+def never_returned(model, x):
+    called, handles = {}, []
+    for module in _leaves(model).values():
+        handles.append(
+            module.register_forward_hook(lambda module, args, output: called.setdefault(module, True))
+        )
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in _leaves(model).items() if module not in called]
 
 
 def _leaves(model):
@@ -960,6 +978,7 @@ NEVER_CALLED = Exercise(
         "removed_others": never_cleared,
         "grad_left_off": never_gradients_again,
         "fast_path_off": never_on_the_slow_path,
+        "replaced_output": never_returned,
     },
     zh="一个不漏，也没有冤枉谁：钩子挂在模块自己身上，快路径就让开了。",
     en="None missed and none blamed: with hooks on the modules themselves, the fast path makes way.",

@@ -606,6 +606,39 @@ def examine_embed(answer):
     _examine_frozen(model, frozen)
     _examine_attributes(model, attributes)
     _examine_another(answer, model)
+    _examine_embed_after_error(answer)
+
+
+def _examine_embed_after_error(answer):
+    """The second batch does not fit the model: the error must come through, and the model be as before."""
+    model = _Images()
+    modes, hooks = [module.training for module in model.modules()], _Hooks(model)
+    try:
+        answer(model, "conv", [torch.randn(2, 1, 8, 8), torch.randn(2, 3, 8, 8)])
+    except Exception:
+        more = hooks.left()
+    else:
+        hooks.left()
+        refuse(
+            "swallowed",
+            zh="第二批的形状不对，前向报了错，你的函数却把错误吞掉了：调用的人会以为每一批都算了。",
+            en="The shape of the second batch was wrong and the forward raised; your function swallowed the error: the caller "
+            "would believe that every batch was computed.",
+        )
+    if more:
+        refuse(
+            "hooks_left_after_error",
+            zh=f"前向报错之后，模型上多了 {more} 个钩子：出错时，后面的语句不会执行，取下钩子要放进 `finally`，或者用 `with`。",
+            en=f"After a forward that raised the model has more hooks than before, by {more}: when it raises, the statements that "
+            "follow do not run; take hooks off in `finally`, or by `with`.",
+        )
+    if modes != [module.training for module in model.modules()]:
+        refuse(
+            "mode_after_error",
+            zh="前向报错之后，有的模块停在了别的模式：恢复 `training` 的那几行没有执行到。",
+            en="After a forward that raised, some module is left in the other mode: the lines that restore `training` were not "
+            "reached.",
+        )
 
 
 def _examine_another(answer, model):
@@ -858,6 +891,39 @@ def embed_into_zeros(model, name, batches):
     return joined
 
 
+@_restoring
+@torch.no_grad()
+def embed_without_finally(model, name, batches):
+    rows = []
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda m, a, output: rows.append(output.mean((2, 3)))
+    )
+    for batch in batches:
+        model(batch)
+    handle.remove()
+    return torch.cat(rows)
+
+
+def embed_restoring_last(model, name, batches):
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    with torch.no_grad():
+        got = torch.cat(_means(model, name, batches))
+    for module, training in modes.items():
+        module.training = training
+    return got
+
+
+def embed_skipping(model, name, batches):
+    rows = []
+    for batch in batches:
+        try:
+            rows.append(embed(model, name, [batch]))
+        except RuntimeError:
+            continue
+    return torch.cat(rows)
+
+
 EMBED = Exercise(
     "24.B",
     examine_embed,
@@ -885,6 +951,9 @@ EMBED = Exercise(
         "float32_only": embed_into_zeros,
         "grad_switched_on": embed_switched_on,
         "left_behind": embed_left_behind,
+        "hooks_left_after_error": embed_without_finally,
+        "mode_after_error": embed_restoring_last,
+        "swallowed": embed_skipping,
         "removed_others": embed_removed_others,
         "wrong_shape": _restoring(
             torch.no_grad()(lambda *given: torch.cat(_means(*given, keep=lambda t: t.detach().clone())))
