@@ -193,6 +193,7 @@ def examine_counting(answer):
         )
     _examine_number("packed", counts, watched.packs)
     _examine_number("bytes", counts, 3 * part.nbytes)
+    _examine_entry("unpacked", counts)  # how often: not yet
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     _examine_number("packed", counts, watched.packs)
@@ -227,13 +228,17 @@ def _examine_other_bytes(answer):
             )
 
 
-def _examine_number(name, counts, want):
+def _examine_entry(name, counts):
     if name not in counts:
         refuse(
             "no_entry",
             zh=f'字典里没有 `"{name}"` 这一项，只有 `{sorted(map(str, counts))}`。',
             en=f'The dictionary has no entry `"{name}"`, only `{sorted(map(str, counts))}`.',
         )
+
+
+def _examine_number(name, counts, want):
+    _examine_entry(name, counts)
     if counts[name] != want:
         zh, en = {
             "packed": (
@@ -319,6 +324,18 @@ def counting_globally(counts):
 _GIVEN: list[dict] = []
 
 
+def counting_lazily(counts):
+    def add(name, number):
+        counts[name] = counts.get(name, 0) + number
+
+    def pack(tensor):
+        add("packed", 1)
+        add("bytes", tensor.nbytes)
+        return tensor.detach()
+
+    return pack, lambda packed: add("unpacked", 1) or packed
+
+
 def counting_in_a_list(counts):
     pack, unpack = counting(counts)
     kept = []
@@ -343,10 +360,7 @@ COUNTING = Exercise(
         "kept_elsewhere": counting_in_a_list,
         "empty_books": lambda counts: counting({}),
         "shared_books": counting_globally,
-        "no_entry": lambda counts: (
-            lambda tensor: counts.update(pack=1) or tensor.detach(),
-            lambda packed: packed,
-        ),
+        "no_entry": counting_lazily,
         "not_a_tensor": _booking(give=lambda packed: print(end="")),
         "wrong_dtype": _booking(keep=Tensor.bfloat16),
         "no_pair": lambda counts: saved_tensors_hooks(*counting(counts)),
