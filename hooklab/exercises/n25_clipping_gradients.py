@@ -34,7 +34,9 @@ def _examine_share(answer, bound):
         size = 7 if number == 0 else 4  # so that the parameters have different shares
         param.grad = torch.randint(-size, size, param.shape) * bound / 2
     params[-1].grad = None  # not used in this backward
-    params[1].requires_grad_(False)  # frozen since then: its gradient is still there, and clipped with the others
+    params[1].requires_grad_(
+        False
+    )  # frozen since then: its gradient is still there, and clipped with the others
     grads = torch.cat([param.grad.flatten() for param in params[:-1]])
     before = copy.deepcopy([param.grad for param in params])
     got = answer(model, bound)

@@ -518,7 +518,8 @@ def examine_byte_store(answer):
 
 def _examine_sample(store, sample):
     dtype = str(sample.dtype).removeprefix("torch.")
-    given = sample.clone()
+    memory = sample.untyped_storage()
+    given = torch.empty(0, dtype=sample.dtype).set_(memory.clone(), sample.storage_offset(), sample.shape)
     try:
         slot = store.write(given)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -527,7 +528,7 @@ def _examine_sample(store, sample):
             zh=f"`write` 存 `{dtype}` 的张量时抛出了 `{said(error)}`。",
             en=f"`write` raised `{said(error)}` for a tensor of `{dtype}`.",
         )
-    if given.untyped_storage().nbytes() != sample.nbytes or _bits(given) != _bits(sample):
+    if given.untyped_storage().nbytes() != memory.nbytes() or _bits(given) != _bits(sample):
         refuse(
             "edits_input",
             zh=f"`write` 改动了收到的 `{dtype}` 张量：它与激活值共用内存，只能读。",
@@ -541,6 +542,13 @@ def _examine_sample(store, sample):
             "not_bytes",
             zh=f"`write` 之后，`held` 里应当有一份 `bytes`；现在有 {len(entries)} 份，类型是 `{kinds}`。",
             en=f"After `write` there should be one entry in `held`, of `bytes`; there are {len(entries)}, of type `{kinds}`.",
+        )
+    if len(entries[-1]) == memory.nbytes() > sample.nbytes:
+        refuse(
+            "whole_memory",
+            zh=f"收到的是一个切片，{sample.nbytes} 字节；你存下的是它背后的整块内存，{memory.nbytes()} 字节。只存张量自己的。",
+            en=f"What came was a slice of {sample.nbytes} bytes; you have stored all the memory behind it, {memory.nbytes()} bytes. "
+            "Store only what is the tensor's own.",
         )
     if len(entries[-1]) != sample.nbytes:
         refuse(
@@ -800,6 +808,7 @@ BYTE_STORE = Exercise(
         "wrong_length": _byte_store(
             take=_by_torch_save, give=lambda held, slot: torch.load(io.BytesIO(held[slot.key]))
         ),
+        "whole_memory": _byte_store(take=lambda tensor: bytes(tensor.untyped_storage())),
         "wrong_dtype": _byte_store(
             give=lambda held, slot: torch.frombuffer(bytearray(held[slot.key]), dtype=torch.uint8)
         ),
