@@ -20,6 +20,7 @@ __all__ = ["checked", "dot_source", "edges", "leaves_first"]
 
 
 def checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
+    """The names of `params`; TypeError or ValueError where `t` has no graph, or `params` does not name tensors in it."""
     if isinstance(t, list | tuple):
         raise TypeError(
             f"graph: expected one tensor, found a {type(t).__name__} of {len(t)}; draw one of them, or their sum"
@@ -78,6 +79,7 @@ def leaves_first(root: Node) -> Iterator[Node]:
 
 
 def edges(t: Tensor, nodes: list[Node], names: dict[int, str], saved: bool) -> Iterator[str]:
+    """A line of text for every edge from the leaves to `t`; with `saved` also for every tensor that a Node has saved."""
     label, used = {}, Counter()
     for node in nodes:
         kind = node_name(node)
@@ -119,6 +121,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[Node]) -> str:
+    """The graph in the language of Graphviz, by torchviz; nothing in it differs from run to run."""
     names = {
         name.replace("\\", "\\\\"): tensor for name, tensor in names.items()
     }  # in dot it begins an escape

@@ -70,4 +70,5 @@ def recorders(
 
 
 def blame_keep(error: Exception, name: str) -> None:
+    """Note on an error of the user's own `keep` whose output it was given."""
     error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")

@@ -142,6 +142,7 @@ def _equal(old: Tensor, buffer: Tensor) -> bool:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
+    """The same content in memory of its own, without a graph; it requires a gradient where `tensor` does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

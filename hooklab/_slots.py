@@ -67,4 +67,5 @@ class Row:
 
 
 def aligned(nbytes: int) -> int:
+    """Bytes that a slot of `nbytes` takes up: whole multiples of `ALIGNMENT`, at least one."""
     return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
