@@ -611,6 +611,24 @@ class _Gate(nn.Module):
         return x.repeat(1, 2) * self.mask
 
 
+class _SinExp(nn.Module):
+    """Saves by two operations: what `sin` is given, and what `exp` returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+def heaviest_by_operation(model, x):
+    new, seen = Counter(), set()
+    with saved_tensors(model) as saved:
+        model(x)
+    for record in saved:
+        if record.storage not in seen and not record.owner:
+            new[record.module, record.operation] += record.storage_bytes
+        seen.add(record.storage)
+    return max(new, key=new.get)[0]
+
+
 def heaviest_with_buffers(model, x):
     new, seen, params = Counter(), set(), {name for name, _ in model.named_parameters()}
     with saved_tensors(model) as saved:
@@ -648,6 +666,14 @@ def examine_heaviest(answer):
         )
     _examine_named(answer, dense, images, " `densenet121` ", "`densenet121`")
     _examine_named(answer, small, row, "一个小模型", "a small model", others)
+    parts = {"mix": nn.Linear(50, 40), "twice": _SinExp(), "wide": nn.Linear(40, 60), "soft": nn.Softmax(-1)}
+    if answer(nn.Sequential(OrderedDict(parts)), torch.randn(100, 50)) == "soft":
+        refuse(
+            "one_operation",
+            zh="在一个小模型上，你的答案是 `soft`，它存了 24,000 字节。`twice` 有两个操作，各存 16,000 字节：同一个模块的要加在一起。",
+            en="On a small model your answer is `soft`, which saves 24,000 bytes. `twice` has two operations that save 16,000 bytes "
+            "each: those of one module belong together.",
+        )
 
 
 def _examine_named(answer, model, x, where_zh, where_en, others=()):
@@ -845,6 +871,7 @@ HEAVIEST = Exercise(
         "removed_others": heaviest_and_clear,
         "only_the_slice": heaviest_by_slice,
         "with_buffers": heaviest_with_buffers,
+        "one_operation": heaviest_by_operation,
         "ran_twice": heaviest_ran_twice,
         "from_before": heaviest_by_default,
         "grad_left_off": heaviest_grad_left_off,
