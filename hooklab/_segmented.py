@@ -101,6 +101,7 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
 
 
 def run_blocks(segment: list[nn.Module], output: Any) -> Any:
+    """What the blocks return, one after the other."""
     for block in segment:
         output = block(output)
     return output
