@@ -14,9 +14,9 @@ from hooklab._calls import called_by_itself, is_running, outermost
 from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._containers import map_tensors
-from hooklab._installed import Installed
+from hooklab._installed import Installed, OwnHook
 from hooklab._outputs import Outputs, versions_of
-from hooklab._recorders import blame_keep, recorders
+from hooklab._recorders import Detaching, Keeping, blame_keep
 from hooklab._select import groups, is_gathered, uncompiled
 
 __all__ = ["Enough", "Features"]
@@ -31,6 +31,31 @@ class Enough(Exception):
     def __init__(self, of: "Features"):
         super().__init__("every wanted output is there")
         self.of = of
+
+
+class Around(OwnHook):
+    """The hooks at both ends of a forward, and the one that stops it."""
+
+    __slots__ = ("of",)
+    IDLE = (None,)
+
+    def __init__(self, of: "Features | None"):
+        self.of = of
+
+    @eager
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        if self.of is not None:
+            self.of._begin(module)
+
+    @eager
+    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.of is not None:
+            self.of._end(module)
+
+    @eager
+    def stop(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.of is not None:
+            self.of._stop()
 
 
 class Features(Installed, Outputs):
@@ -57,14 +82,15 @@ class Features(Installed, Outputs):
         self._whole = False  # in a run that goes to the end of the forward
         self._groups = list(groups(layers))
         root = uncompiled(model)
-        recorder = recorders(keep, self._quick, self._frozen, self._log.append, self._look)
+        shared = keep, self._quick, self._frozen, self._log.append, self._look
+        kind, around = (Detaching if self._detaches else Keeping), Around(self)
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
-            self._handles.append(root.register_forward_pre_hook(self._begin))
+            self._handles.append(root.register_forward_pre_hook(around.begin))
             for module, names in self._groups:
                 self._first.update(dict.fromkeys(names, names[0]))
-                self._handles.append(module.register_forward_hook(recorder(names[0])))
-            self._handles.append(root.register_forward_hook(self._end, always_call=True))
+                self._handles.append(module.register_forward_hook(kind(names[0], *shared).hook))
+            self._handles.append(root.register_forward_hook(around.end, always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -79,7 +105,7 @@ class Features(Installed, Outputs):
             super().remove()
         finally:
             self._within.clear()  # it may lead to what a call was given
-            self._no_shortcuts()  # a copy of the model still has hooks, and a forward may have been interrupted
+            self._no_shortcuts()  # a forward may have been interrupted, or be running
             if self._model is not None:  # it may go, what was kept stays
                 for names in [names for _, names in self._groups if not self._forwards]:
                     self._silent.update(dict.fromkeys(names, self._why_silent(names[0])))
@@ -117,7 +143,7 @@ class Features(Installed, Outputs):
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
             self._whole = any(map(is_gathered, model.modules()))
             for module, _ in () if self._whole else self._groups:
-                self._handles.append(module.register_forward_hook(self._stop))
+                self._handles.append(module.register_forward_hook(Around(self).stop))
             model(*args, **kwargs)
         except Exception as error:
             if not self._ended(error):
@@ -178,8 +204,7 @@ class Features(Installed, Outputs):
             self._within[name] = call
         self._alone[name].append(record)
 
-    @eager
-    def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _stop(self) -> None:
         if not self._wanted and graph_task() in (NO_BACKWARD, self._task) and self._runs_here():
             raise Enough(self)
 
@@ -205,8 +230,7 @@ class Features(Installed, Outputs):
             self._strangers.add(thread)
         return thread in self._strangers
 
-    @eager
-    def _begin(self, module: nn.Module, args: tuple) -> None:
+    def _begin(self, module: nn.Module) -> None:
         thread, running = get_ident(), self._running
         if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
             return
@@ -235,8 +259,7 @@ class Features(Installed, Outputs):
         if not self._wanted and not self._strangers:
             (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
 
-    @eager
-    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _end(self, module: nn.Module) -> None:
         thread, running = get_ident(), self._running
         if thread in self._strangers and not called_by_itself(module):
             self._strangers.discard(thread)

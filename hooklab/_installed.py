@@ -1,7 +1,7 @@
 """Hooks that were installed together and go together."""
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from hooklab._checkpoints import graph_task
 from hooklab._compiler import warn_if_ignored
 
-__all__ = ["Installed", "kwargs_and_output"]
+__all__ = ["Installed", "OwnHook", "kwargs_and_output"]
 
 
 def kwargs_and_output(given: tuple) -> tuple[dict, Any]:
@@ -18,6 +18,22 @@ def kwargs_and_output(given: tuple) -> tuple[dict, Any]:
     `torch.ao.quantization` hands hooks on to the layers it puts in place of others, without that option.
     """
     return given if len(given) == 2 else ({}, *given)
+
+
+class OwnHook:
+    """What a hook on a module needs; the hook is one of its methods, which costs no more than a function.
+
+    A copy of the model has it too, idle: its forwards are not ours, and what it would refer to can go.
+    """
+
+    __slots__ = ()
+    IDLE: ClassVar[tuple] = ()  # the arguments that make an idle one
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return type(self)(*self.IDLE)
+
+    def __reduce__(self) -> Any:
+        return type(self), self.IDLE
 
 
 class Installed:
@@ -40,12 +56,8 @@ class Installed:
         """False if no hook of the layers has fired."""
         return True
 
-    def __deepcopy__(self, memo: dict) -> Self:
-        """A copy of a hooked model has the same hooks, and they report here too."""
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        """What was recorded can be pickled, as a part of a model perhaps; hooks stay where they are."""
+        """What was recorded can be copied and pickled, as a part of a model perhaps; hooks stay where they are."""
         return {**vars(self), "_handles": [], "_layers": set()}
 
     def __enter__(self) -> Self:

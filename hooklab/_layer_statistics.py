@@ -1,7 +1,7 @@
 """What `layer_statistics` returns: figures by the name of the layer, filled by hooks."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,7 +12,7 @@ from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._containers import tensors_in
 from hooklab._figures import unbatched
-from hooklab._installed import Installed
+from hooklab._installed import Installed, OwnHook
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short
 from hooklab._table import table
@@ -26,22 +26,26 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
     def __init__(self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float]):
         super().__init__("layer_statistics", layers.values())
         self.of = of
-        self._called = False  # those whose gradients are counted, in this block or after it
+        self._called: list[bool] = []  # not empty once a layer whose gradients are counted was called
         self._running: dict[str, Running] = {}
         self._why_silent: dict[str, str] = {}
-        hook_for = self._on_output if of == "output" else self._on_gradient
         try:
             for module, names in groups(layers):
                 running = Running(bins, range)  # one for all names of a shared module
                 self._running.update(dict.fromkeys(names, running))
                 self._why_silent.update(dict.fromkeys(names, _refuse.why_silent([module])))
-                self._handles.append(module.register_forward_hook(hook_for(running)))
+                self._handles.append(module.register_forward_hook(self._hook_for(running).hook))
         except BaseException:
             self.remove()
             raise
 
+    def _hook_for(self, running: Running) -> OwnHook:
+        if self.of == "output":
+            return OutputHook(running.add, self._handles, self._task)
+        return GradientHook(running.add, self._handles, self._called)
+
     def _has_seen(self) -> bool:
-        return self._called or bool(len(self))
+        return bool(self._called or len(self))
 
     def table(self) -> str:
         """All figures as text, a line for each layer; dashes where nothing was counted."""
@@ -84,46 +88,75 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         calls = (f"{name or repr(name)}: {running.calls}" for name, running in self._running.items())
         return f"LayerStatistics(calls of {', '.join(calls)})"
 
-    # ---- the hooks ----
 
-    def _on_output(self, running: Running) -> Callable:
-        add, handles = running.add, self._handles  # empty after remove(): a copy of the model still has hooks
-        own = self._task
-        counted = NO_BACKWARD, own
+class OutputHook(OwnHook):
+    """Counts what a layer returns.
 
-        @eager
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if handles and graph_task() in counted and not (is_grad_enabled() and recomputing(own)):
-                if output.__class__ is Tensor:  # nearly always: the short way
-                    add(output)
-                    return
-                for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                    add(tensor)
+    Args:
+        add: takes each tensor.
+        handles: of the block; empty once it is over.
+        task: the backward in whose hook the block began.
+    """
 
-        return hook
+    __slots__ = ("add", "counted", "handles", "task")
+    IDLE = None, (), None
 
-    def _on_gradient(self, running: Running) -> Callable:
-        @eager
-        def arrived(grad: Tensor | None) -> None:
-            if grad is not None and self._handles:
-                running.add(unbatched(grad))
+    def __init__(self, add: Callable | None, handles: Sequence[Any], task: Any):
+        self.add, self.handles, self.task = add, handles, task
+        self.counted = NO_BACKWARD, task
 
-        # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
-        # the first without grad.
-        @eager
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            self._called = True
-            if not is_grad_enabled():
+    @eager
+    def hook(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if (
+            self.handles
+            and graph_task() in self.counted
+            and not (is_grad_enabled() and recomputing(self.task))
+        ):
+            if output.__class__ is Tensor:  # nearly always: the short way
+                self.add(output)
                 return
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                if tensor.requires_grad and not _hung_already(arrived, tensor):
-                    handle = tensor.register_hook(arrived)
-                    if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
-                        # Of leaves that are gone there is nothing to remove.
-                        self._handles[:] = [h for h in self._handles if h.hooks_dict_ref() is not None]
-                        self._handles.append(handle)
+                self.add(tensor)
 
-        return hook
+
+class GradientHook(OwnHook):
+    """Hangs a tensor hook on what a layer returns, which counts the gradient.
+
+    Args:
+        add: takes each gradient.
+        handles: of the block; empty once it is over. That of a hook on a leaf is put there.
+        called: is given True where a layer was called.
+    """
+
+    __slots__ = ("arrived", "called", "handles")
+    IDLE = None, [], []
+
+    def __init__(self, add: Callable | None, handles: list[Any], called: list[bool]):
+        self.handles, self.called = handles, called
+
+        @eager
+        def arrived(grad: Tensor | None) -> None:
+            if grad is not None and handles:
+                add(unbatched(grad))
+
+        self.arrived = arrived
+
+    # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
+    # the first without grad.
+    @eager
+    def hook(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self.handles:  # over, or in a copy of the model
+            return
+        self.called[:] = [True]
+        if not is_grad_enabled():
+            return
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+            if tensor.requires_grad and not _hung_already(self.arrived, tensor):
+                handle = tensor.register_hook(self.arrived)
+                if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
+                    # Of leaves that are gone there is nothing to remove.
+                    self.handles[:] = [h for h in self.handles if h.hooks_dict_ref() is not None]
+                    self.handles.append(handle)
 
 
 def _hung_already(hook: Callable, tensor: Tensor) -> bool:

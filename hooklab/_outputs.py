@@ -1,9 +1,10 @@
 """The outputs that were kept of a forward, and how to read them: not one that has changed since."""
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -81,9 +82,9 @@ class Outputs(Mapping[str, Any]):
             why = self._why_silent(name)
             raise KeyError(f"features: no output of {name!r} yet; run the model inside the block {why}")
         raise KeyError(
-            f"features: the last forward did not call {name!r}: it was skipped, or its forward is called directly, or "
-            "its weights are used without calling it (as nn.MultiheadAttention does with out_proj), or another layer has "
-            "taken its place since"
+            f"features: the last forward did not call {name!r}: it was skipped, or an error ended the forward before, "
+            "or its forward is called directly, or its weights are used without calling it (as nn.MultiheadAttention does with "
+            "out_proj), or another layer has taken its place since"
         )
 
     def _why_silent(self, name: str) -> str:
@@ -110,13 +111,33 @@ class Outputs(Mapping[str, Any]):
     # ---- copies ----
 
     def _records(self) -> dict[str, Any]:
-        """What was kept, for pickle; in place of its version each says whether it is as it was."""
+        """What was kept, for a copy; in place of its version each says whether it is as it was."""
 
         def fresh(*records: tuple) -> list[tuple]:
             return [(*record, versions_of(record[-1]) == versions) for *record, versions in records]
 
         alone = {name: fresh(*calls) for name, calls in self._alone.items()}
         return {"_log": fresh(*self._log), "_alone": alone, "_sorted": NOTHING}
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        """What was kept so far. What cannot be copied, such as a tensor with a graph, is in both."""
+
+        def copied(record: tuple) -> tuple:
+            try:
+                return copy.deepcopy(record, memo)
+            except Exception:
+                return record
+
+        state = self.__getstate__()
+        log, alone = state.pop("_log"), state.pop("_alone")
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        records = {
+            "_log": list(map(copied, log)),
+            "_alone": {name: list(map(copied, calls)) for name, calls in alone.items()},
+        }
+        twin.__setstate__(copy.deepcopy(state, memo) | records)
+        return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         def numbered(records: list[tuple]) -> Iterator[tuple]:

@@ -63,7 +63,8 @@ class SavedTensors(Sequence[SavedTensor]):
     """Every tensor that autograd saved in the block, in order: what `saved_tensors` returns."""
 
     def __init__(self, model: nn.Module | None):
-        self._model = model
+        # What was recorded may outlive the model.
+        self._model = weakref.ref(model) if model is not None else None
         self._records: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
         # Of storages: the number and the owner.
@@ -146,9 +147,10 @@ class SavedTensors(Sequence[SavedTensor]):
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
-        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(self._model))
+        model = self._model and self._model()
+        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(model))
         self._owners = weakref.WeakKeyDictionary(owners)
-        modules = self._model.named_modules() if self._model is not None else ()
+        modules = model.named_modules() if model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
             ours = [self]  # while the block is open
@@ -163,8 +165,9 @@ class SavedTensors(Sequence[SavedTensor]):
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         contexts, self._contexts, self._ours = self._contexts, None, None
         contexts.close()
-        if kind is None and not self._records:
-            _packing.warn_of_nothing("saved_tensors", self._model)
+        self._names = {}
+        if kind is None and self._model and not self._records:
+            _packing.warn_of_nothing("saved_tensors")
 
     # ---- the hooks ----
 

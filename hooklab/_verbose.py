@@ -15,7 +15,7 @@ from hooklab._checkpoints import recomputing
 from hooklab._compiler import eager
 from hooklab._containers import shapes
 from hooklab._features import Enough
-from hooklab._installed import Installed, kwargs_and_output
+from hooklab._installed import Installed, OwnHook, kwargs_and_output
 from hooklab._select import groups, uncompiled
 
 __all__ = ["Verbose"]
@@ -40,6 +40,31 @@ class _Thread(threading.local):
         self.lines = self.others = 0
         self.failures = 0  # in this thread
         self.forward, self.given = 0, 0  # its number, and the id of what it was given
+
+
+class Call(OwnHook):
+    """The hooks at both ends of a layer's call.
+
+    Args:
+        of: what writes.
+        label: how it calls the layer; None for the model itself where nobody asked for it.
+    """
+
+    __slots__ = ("label", "of")
+    IDLE = None, None
+
+    def __init__(self, of: "Verbose | None", label: str | None):
+        self.of, self.label = of, label
+
+    @eager
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        if self.of is not None:
+            self.of._begin(module, args)
+
+    @eager
+    def end(self, module: nn.Module, args: tuple, *given: Any) -> None:
+        if self.of is not None:
+            self.of._end(self.label, module, args, *given)
 
 
 class Verbose(Installed):
@@ -68,11 +93,11 @@ class Verbose(Installed):
         return Installed, ()
 
     def _hang(self, module: nn.Module, label: str | None) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
-        after = module.register_forward_hook(self._end(label), with_kwargs=True, always_call=True)
+        call = Call(self, label)
+        self._handles.append(module.register_forward_pre_hook(call.begin, prepend=True))
+        after = module.register_forward_hook(call.end, with_kwargs=True, always_call=True)
         self._handles.append(after)
 
-    @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         if recomputing(self._task) or not self._handles:
             return
@@ -89,24 +114,20 @@ class Verbose(Installed):
     def _has_seen(self) -> bool:
         return self._seen
 
-    def _end(self, label: str | None) -> Callable:
-        @eager
-        def hook(module: nn.Module, args: tuple, *given: Any) -> None:
-            kwargs, output = kwargs_and_output(given)
-            stack = self._local.stack
-            if recomputing(self._task) or not leave(stack, module):
-                return
-            _, before, failures = stack.pop()
-            error = sys.exception()
-            if error is not before and not isinstance(error, Enough):
-                self._failed(error, failures, module, args, kwargs)
-            elif label is not None and (error is before or output is not None):
-                self._finished(label, module, output)
-            elif module is self._root and not stack and self._lines == self._local.lines and error is before:
-                name = type(module).__name__
-                self._write(f"{name}  {name}  {shapes(output)}  (none of the chosen layers was called)")
-
-        return hook
+    def _end(self, label: str | None, module: nn.Module, args: tuple, *given: Any) -> None:
+        kwargs, output = kwargs_and_output(given)
+        stack = self._local.stack
+        if recomputing(self._task) or not leave(stack, module):
+            return
+        _, before, failures = stack.pop()
+        error = sys.exception()
+        if error is not before and not isinstance(error, Enough):
+            self._failed(error, failures, module, args, kwargs)
+        elif label is not None and (error is before or output is not None):
+            self._finished(label, module, output)
+        elif module is self._root and not stack and self._lines == self._local.lines and error is before:
+            name = type(module).__name__
+            self._write(f"{name}  {name}  {shapes(output)}  (none of the chosen layers was called)")
 
     def _finished(self, label: str, module: nn.Module, output: Any) -> None:
         local = self._local

@@ -35,8 +35,6 @@ class Watch(Installed, Mapping[str, Tensor]):
         order: the names in the order in which their gradients arrived.
     """
 
-    __deepcopy__ = None  # a copy is what has arrived so far: the hooks hang on tensors, which nobody copies
-
     def __init__(self, tensors: dict[str, Tensor]):
         super().__init__()
         self.history: dict[str, list[Tensor]] = {name: [] for name in tensors}

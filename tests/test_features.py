@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import io
 import pickle
 import sys
 import threading
@@ -355,13 +356,82 @@ def test_calls_of_a_part_whose_class_shares_one_forward_begin_anew_each_time(x):
     assert [out.tolist() for out in f.calls["0"]] == [(-2 * x).tolist()]
 
 
-def test_a_copy_of_a_layer_reports_its_calls_by_themselves(model, x):
+def test_a_copy_of_a_layer_made_inside_is_not_watched(model, x):
     with features(model, "0") as f:
         twin = copy.deepcopy(model[0])
-        twin(x)
-        last = twin(-x)
-    assert len(f.calls["0"]) == 1
-    assert torch.equal(f["0"], last)
+        expected = model[0](x)
+        twin(-x)
+    assert [out.tolist() for out in f.calls["0"]] == [expected.tolist()]
+
+
+WATCHES = [
+    features,
+    partial(features, keep=with_grad),
+    layer_statistics,
+    partial(layer_statistics, of="grad_output"),
+    partial(verbose, write=[].append),
+]
+NAMES = ["features", "with_grad", "layer_statistics", "grad_output", "verbose"]
+
+
+@pytest.mark.parametrize("watch", WATCHES, ids=NAMES)
+def test_a_copy_made_inside_reports_nothing_keeps_nothing_and_can_be_saved(watch):
+    model, lines = nn.Sequential(nn.Identity(), nn.Linear(3, 3)), []
+    if "write" in getattr(watch, "keywords", {}):
+        watch = partial(verbose, write=lines.append)
+    x = torch.ones(2, 3, requires_grad=True)
+    with watch(model, "*") as seen:
+        twin = copy.deepcopy(model)
+        model(torch.ones(2, 3)).sum().backward()
+        within = str(lines), str(dict(getattr(seen, "asked", {}))), str(dict(getattr(seen, "calls", {})))
+        twin(x).sum().backward()
+        saved = io.BytesIO()
+        torch.save(twin, saved)
+        torch.save(model, io.BytesIO())
+    twin(x).sum().backward()
+    after = str(lines), str(dict(getattr(seen, "asked", {}))), str(dict(getattr(seen, "calls", {})))
+    assert after == within
+    assert not x._backward_hooks
+    saved.seek(0)
+    again = torch.load(saved, weights_only=False)
+    assert torch.equal(again(x), twin(x))
+    gone = weakref.ref(model), weakref.ref(seen)
+    del model, seen
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_copy_of_what_was_kept_stays_as_it_was(model, x):
+    with features(model, "*") as f, layer_statistics(model, "0") as stats:
+        snapshots = []
+        for step in range(3):
+            model(x * step)
+            snapshots.append(copy.deepcopy((f, stats)))
+        model(x * 7)
+    assert [figures["0"].calls for _, figures in snapshots] == [1, 2, 3]
+    for step, (kept, _) in enumerate(snapshots):
+        assert torch.equal(kept["0"], model[0](x * step))
+    with pytest.raises(RuntimeError, match="its hooks have been removed"), snapshots[0][0]:
+        pass
+
+
+def test_a_copy_of_what_was_kept_with_its_graph_has_the_same_tensors(model, x):
+    model.seen = features(model, "0", keep=lambda t: t)
+    with model.seen as f:
+        model(x)
+        twin = copy.deepcopy(model)
+    assert twin.seen is not f
+    assert twin.seen["0"] is f["0"]
+    assert f["0"].requires_grad
+
+
+def test_a_layer_behind_an_error_says_that_an_error_may_be_why(x):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(9, 9), nn.Tanh())
+    with features(model, "2") as f:
+        with pytest.raises(RuntimeError):
+            model(x)
+        with pytest.raises(KeyError, match="an error ended the forward before"):
+            f["2"]
 
 
 def test_the_calls_are_a_mapping_of_what_was_called(model, x):
