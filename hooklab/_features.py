@@ -26,11 +26,10 @@ _runs = threading.local()
 
 
 class Enough(Exception):
-    """Ends a forward: every output that `of` wanted is there. Caught by `Features.run`."""
+    """Ends a forward. Caught by `Features.run`."""
 
-    def __init__(self, of: "Features"):
+    def __init__(self) -> None:
         super().__init__("every wanted output is there")
-        self.of = of
 
 
 class Around(OwnHook):
@@ -80,6 +79,7 @@ class Features(Installed, Outputs):
         self._thread = 0  # the one that `run` was called in
         self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
+        self._stopped = False  # in a run whose forward has been told to end
         self._groups = list(groups(layers))
         root = uncompiled(model)
         shared = keep, self._quick, self._frozen, self._log.append, self._look
@@ -145,11 +145,12 @@ class Features(Installed, Outputs):
             for module, _ in () if self._whole else self._groups:
                 self._handles.append(module.register_forward_hook(Around(self).stop))
             model(*args, **kwargs)
-        except Exception as error:
-            if not self._ended(error):
+        except Exception:
+            # The model may have caught our `Enough`, and raised an error of its own instead.
+            if not self._stopped:
                 raise
         finally:
-            self._whole = False
+            self._whole = self._stopped = False
             self._wanted.clear()
             while len(self._handles) > own:
                 self._handles.pop().remove()
@@ -157,15 +158,6 @@ class Features(Installed, Outputs):
                 self._running.remove(self._thread)  # interrupted from the keyboard, which no hook hears of
             self._thread, self._task, _runs.of = 0, task, around
         return self
-
-    def _ended(self, error: BaseException | None) -> bool:
-        """True if it comes from our `Enough`: the model may have caught that and raised an error of its own instead."""
-        # Not in `run`, whose frame the error knows: what its names refer to would not be freed.
-        chain: list[BaseException] = []  # `raise error from error` makes a circle
-        while error is not None and all(error is not one for one in chain):
-            chain.append(error)
-            error = error.__cause__ or error.__context__
-        return any(getattr(error, "of", None) is self for error in chain)
 
     # ---- the hooks ----
 
@@ -206,7 +198,8 @@ class Features(Installed, Outputs):
 
     def _stop(self) -> None:
         if not self._wanted and graph_task() in (NO_BACKWARD, self._task) and self._runs_here():
-            raise Enough(self)
+            self._stopped = True
+            raise Enough
 
     def _runs_here(self) -> bool:
         """True in the thread that `run` was called in."""
@@ -256,7 +249,8 @@ class Features(Installed, Outputs):
         super()._begin_anew()
         self._within.clear()
         self._no_shortcuts()
-        if not self._wanted and not self._strangers:
+        # A trace by torch.jit runs the forward again, without grad, and compares: it wants a `detach` both times.
+        if not self._wanted and not self._strangers and torch._C._get_tracing_state() is None:
             (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
 
     def _end(self, module: nn.Module) -> None:

@@ -113,6 +113,13 @@ class Running:
             with _disable_current_modes():
                 self.add(tensor, unwrapped=True)
             return
+        if (tracing := torch._C._get_tracing_state()) is not None:  # torch.jit: nothing here belongs to the model
+            torch._C._set_tracing_state(None)
+            try:
+                self.add(tensor, unwrapped=True)
+            finally:
+                torch._C._set_tracing_state(tracing)
+            return
         if tensor.requires_grad or forward_ad._current_level >= 0:
             tensor = tensor.detach()  # of its tangent, too
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:

@@ -425,6 +425,41 @@ def test_a_copy_of_what_was_kept_with_its_graph_has_the_same_tensors(model, x):
     assert f["0"].requires_grad
 
 
+@pytest.mark.parametrize("watch", WATCHES, ids=NAMES)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_what_torch_jit_traces_is_the_model_alone(watch):
+    model, x = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 4)), torch.ones(100, 100)
+    plain = torch.jit.trace(model, x)
+    with watch(model, "*"):
+        traced = torch.jit.trace(model, x)  # which compares with a second run, without grad
+    assert torch.equal(traced(x), model(x))
+    if watch.__class__ is not partial:  # `with_grad` copies, `verbose` and gradients look at the shape
+        assert [node.kind() for node in traced.inlined_graph.nodes() if "detach" not in node.kind()] == [
+            node.kind() for node in plain.inlined_graph.nodes()
+        ]
+
+
+def test_run_ends_a_model_that_tries_again_and_then_raises_an_error_of_its_own(x):
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(2):
+                try:
+                    return self.b(self.a(x))
+                except Exception:
+                    pass
+            raise RuntimeError("failed twice")
+
+    model = Stubborn()
+    with features(model, "a") as f:
+        assert torch.equal(f.run(x)["a"], model.a(x))
+        with pytest.raises(RuntimeError, match="failed twice"):
+            f.run(torch.ones(1, 9))
+
+
 def test_a_layer_behind_an_error_says_that_an_error_may_be_why(x):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(9, 9), nn.Tanh())
     with features(model, "2") as f:
