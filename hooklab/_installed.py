@@ -1,6 +1,8 @@
 """Hooks that were installed together and go together."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -33,7 +35,8 @@ class OwnHook:
         return type(self)(*self.IDLE)
 
     def __reduce__(self) -> Any:
-        return type(self), self.IDLE
+        """What is pickled is loaded without hooklab, too: by the names of all hooks it has one that does nothing."""
+        return SimpleNamespace, (), dict.fromkeys(("begin", "end", "hook", "stop"), nullcontext().__exit__)
 
 
 class Installed:

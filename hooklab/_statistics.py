@@ -113,7 +113,8 @@ class Running:
             with _disable_current_modes():
                 self.add(tensor, unwrapped=True)
             return
-        if (tracing := torch._C._get_tracing_state()) is not None:  # torch.jit: nothing here belongs to the model
+        # For torch.jit, too, nothing here belongs to the model.
+        if (tracing := torch._C._get_tracing_state()) is not None:
             torch._C._set_tracing_state(None)
             try:
                 self.add(tensor, unwrapped=True)
