@@ -7,6 +7,8 @@ import itertools
 import re
 import subprocess
 import sys
+import tempfile
+import uuid
 import weakref
 from contextlib import contextmanager
 from functools import cache, partial
@@ -881,10 +883,12 @@ def noisy(output):
         ("33.C", partial(zeros_left_out, in_slots=True)),
         ("33.C", Compressed),
         ("33.C", FreedWithItsSlot),
+        ("34.A", lambda folder: in_a_folder_of_its_own(folder)),
         ("35.B", sizes_beyond_the_layer),
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
-         "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "35.B-beyond"],
+         "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder",
+         "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -980,6 +984,37 @@ def zeros_of_float32():
             return n33._fill(*slot)
 
     return Store()
+
+
+def signs_of_real_numbers():
+    """Keeps -0.0, but not inside a complex number."""
+
+    class Store:
+        def write(self, tensor):
+            filled = tensor != 0
+            if tensor.is_floating_point():
+                filled |= torch.signbit(tensor)
+            return filled, tensor[filled]
+
+        def read(self, slot):
+            return n33._fill(*slot)
+
+    return Store()
+
+
+def in_a_folder_of_its_own(folder):
+    """34.A where other people's files cannot come in the way."""
+    own = tempfile.mkdtemp(dir=folder)
+
+    class File:
+        def __init__(self, tensor):
+            self.name = Path(own, uuid.uuid4().hex)
+            torch.save(tensor.detach().clone(), self.name)
+
+        def __del__(self):
+            self.name.unlink()
+
+    return File, lambda file: torch.load(file.name)
 
 
 def hooked_everywhere(model, name, x):
@@ -1168,6 +1203,7 @@ def nothing_for_none(model, x):
         ("34.A", n34._cleaning_up_first, "touched_others"),
         ("34.B", n34._byte_store(key=lambda slot, held, tensor: tensor.data_ptr()), "same_key"),
         ("33.C", zeros_of_float32, "lost_sign"),
+        ("33.C", signs_of_real_numbers, "lost_sign"),
         ("34.A", misreads, "raised"),
         ("34.A", copies_kept, "copy_in_memory"),
         ("34.C", n34._safe(lambda saved, least: saved.nbytes >= 4 * least), "other_threshold"),

@@ -852,7 +852,7 @@ def _examine_others(store):
         "bfloat16": torch.tensor([0.0, 1.5, 0.0, -2.0], dtype=torch.bfloat16),
         "float64": torch.tensor([0.0, -0.0, 1.5], dtype=torch.float64),
         "signs of bfloat16": torch.tensor([0.0, -0.0, 1.5], dtype=torch.bfloat16),
-        "complex128": torch.tensor([0, 1 - 2j, 0], dtype=torch.complex128),
+        "complex128": torch.tensor([0, 1 - 2j, complex(0, -0.0)], dtype=torch.complex128),
     }
     for name, tensor in others.items():
         source = tensor.clone()

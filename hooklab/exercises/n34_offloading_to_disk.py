@@ -215,7 +215,7 @@ def _examine_two_folders(answer, folder):
         pack, _ = answer(folder)
         answer(elsewhere)
         packed = pack(torch.ones(3))
-        wrong = os.listdir(elsewhere)
+        wrong = _files(elsewhere)
         del packed
         gc.collect()
     if wrong:
