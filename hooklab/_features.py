@@ -16,7 +16,7 @@ from hooklab._compiler import eager
 from hooklab._containers import map_tensors
 from hooklab._installed import Installed, OwnHook
 from hooklab._outputs import Outputs, versions_of
-from hooklab._recorders import Detaching, Keeping, blame_keep
+from hooklab._recorders import blame_keep, note_detached, note_kept
 from hooklab._select import groups, is_gathered, uncompiled
 
 __all__ = ["Enough", "Features"]
@@ -30,31 +30,6 @@ class Enough(Exception):
 
     def __init__(self) -> None:
         super().__init__("every wanted output is there")
-
-
-class Around(OwnHook):
-    """The hooks at both ends of a forward, and the one that stops it."""
-
-    __slots__ = ("of",)
-    IDLE = (None,)
-
-    def __init__(self, of: "Features | None"):
-        self.of = of
-
-    @eager
-    def begin(self, module: nn.Module, args: tuple) -> None:
-        if self.of is not None:
-            self.of._begin(module)
-
-    @eager
-    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.of is not None:
-            self.of._end(module)
-
-    @eager
-    def stop(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.of is not None:
-            self.of._stop()
 
 
 class Features(Installed, Outputs):
@@ -82,15 +57,19 @@ class Features(Installed, Outputs):
         self._stopped = False  # in a run whose forward has been told to end
         self._groups = list(groups(layers))
         root = uncompiled(model)
-        shared = keep, self._quick, self._frozen, self._log.append, self._look
-        kind, around = (Detaching if self._detaches else Keeping), Around(self)
+        note, look = self._log.append, self._look
+        hook, *shared = (
+            (note_detached, self._quick, self._frozen, note, look)
+            if self._detaches
+            else (note_kept, keep, self._quick, note, look)
+        )
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
-            self._handles.append(root.register_forward_pre_hook(around.begin))
+            self._handles.append(root.register_forward_pre_hook(OwnHook(self._begin)))
             for module, names in self._groups:
                 self._first.update(dict.fromkeys(names, names[0]))
-                self._handles.append(module.register_forward_hook(kind(names[0], *shared).hook))
-            self._handles.append(root.register_forward_hook(around.end, always_call=True))
+                self._handles.append(module.register_forward_hook(OwnHook(hook, names[0], *shared)))
+            self._handles.append(root.register_forward_hook(OwnHook(self._end), always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -143,7 +122,7 @@ class Features(Installed, Outputs):
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
             self._whole = any(map(is_gathered, model.modules()))
             for module, _ in () if self._whole else self._groups:
-                self._handles.append(module.register_forward_hook(Around(self).stop))
+                self._handles.append(module.register_forward_hook(OwnHook(self._stop)))
             model(*args, **kwargs)
         except Exception:
             # The model may have caught our `Enough`, and raised an error of its own instead.
@@ -164,7 +143,13 @@ class Features(Installed, Outputs):
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
         again = recomputing(self._task)
-        if not self._handles or (again and self._detaches) or (self._whole and not self._wanted):
+        # What runs after `Enough`, in a model that has caught it, no plain forward would have run.
+        if (
+            self._stopped
+            or not self._handles
+            or (again and self._detaches)
+            or (self._whole and not self._wanted)
+        ):
             return
         # It may have begun before there were hooks that could have told.
         strange = self._is_elsewhere() or get_ident() in self._strangers
@@ -196,7 +181,8 @@ class Features(Installed, Outputs):
             self._within[name] = call
         self._alone[name].append(record)
 
-    def _stop(self) -> None:
+    @eager
+    def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._wanted and graph_task() in (NO_BACKWARD, self._task) and self._runs_here():
             self._stopped = True
             raise Enough
@@ -223,7 +209,8 @@ class Features(Installed, Outputs):
             self._strangers.add(thread)
         return thread in self._strangers
 
-    def _begin(self, module: nn.Module) -> None:
+    @eager
+    def _begin(self, module: nn.Module, args: tuple) -> None:
         thread, running = get_ident(), self._running
         if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
             return
@@ -253,7 +240,8 @@ class Features(Installed, Outputs):
         if not self._wanted and not self._strangers and torch._C._get_tracing_state() is None:
             (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
 
-    def _end(self, module: nn.Module) -> None:
+    @eager
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = get_ident(), self._running
         if thread in self._strangers and not called_by_itself(module):
             self._strangers.discard(thread)

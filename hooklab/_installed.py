@@ -1,9 +1,9 @@
 """Hooks that were installed together and go together."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, Self
 from weakref import WeakSet
 
 from torch import nn
@@ -22,21 +22,21 @@ def kwargs_and_output(given: tuple) -> tuple[dict, Any]:
     return given if len(given) == 2 else ({}, *given)
 
 
-class OwnHook:
-    """What a hook on a module needs; the hook is one of its methods, which costs no more than a function.
+class OwnHook(partial):
+    """A hook on a module, `function(*state, module, args, output)`: as good as a closure, but it belongs to this module.
 
-    A copy of the model has it too, idle: its forwards are not ours, and what it would refer to can go.
+    A copy of the module has one in its place that does nothing, from Python's own library; so has what is pickled of it.
+    Its forwards are not ours, what this refers to can go, and compilers know it.
     """
 
-    __slots__ = ()
-    IDLE: ClassVar[tuple] = ()  # the arguments that make an idle one
-
-    def __deepcopy__(self, memo: dict) -> Self:
-        return type(self)(*self.IDLE)
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return IDLE
 
     def __reduce__(self) -> Any:
-        """What is pickled is loaded without hooklab, too: by the names of all hooks it has one that does nothing."""
-        return SimpleNamespace, (), dict.fromkeys(("begin", "end", "hook", "stop"), nullcontext().__exit__)
+        return getattr, (IDLE.__self__, IDLE.__name__)
+
+
+IDLE = nullcontext().__exit__  # takes anything, returns None, can be pickled
 
 
 class Installed:

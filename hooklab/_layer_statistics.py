@@ -1,7 +1,7 @@
 """What `layer_statistics` returns: figures by the name of the layer, filled by hooks."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,15 +34,16 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
                 running = Running(bins, range)  # one for all names of a shared module
                 self._running.update(dict.fromkeys(names, running))
                 self._why_silent.update(dict.fromkeys(names, _refuse.why_silent([module])))
-                self._handles.append(module.register_forward_hook(self._hook_for(running).hook))
+                self._handles.append(module.register_forward_hook(self._hook_for(running)))
         except BaseException:
             self.remove()
             raise
 
     def _hook_for(self, running: Running) -> OwnHook:
+        handles, task = self._handles, self._task
         if self.of == "output":
-            return OutputHook(running.add, self._handles, self._task)
-        return GradientHook(running.add, self._handles, self._called)
+            return OwnHook(_count_output, running.add, handles, task, (NO_BACKWARD, task))
+        return OwnHook(_hang_on_output, _arrival(running.add, handles), handles, self._called)
 
     def _has_seen(self) -> bool:
         return bool(self._called or len(self))
@@ -89,74 +90,50 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         return f"LayerStatistics(calls of {', '.join(calls)})"
 
 
-class OutputHook(OwnHook):
-    """Counts what a layer returns.
-
-    Args:
-        add: takes each tensor.
-        handles: of the block; empty once it is over.
-        task: the backward in whose hook the block began.
-    """
-
-    __slots__ = ("add", "counted", "handles", "task")
-    IDLE = None, (), None
-
-    def __init__(self, add: Callable | None, handles: Sequence[Any], task: Any):
-        self.add, self.handles, self.task = add, handles, task
-        self.counted = NO_BACKWARD, task
-
-    @eager
-    def hook(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if (
-            self.handles
-            and graph_task() in self.counted
-            and not (is_grad_enabled() and recomputing(self.task))
-        ):
-            if output.__class__ is Tensor:  # nearly always: the short way
-                self.add(output)
-                return
-            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                self.add(tensor)
+# The last three arguments are those of a hook; `handles` are those of the block, empty once it is over.
 
 
-class GradientHook(OwnHook):
-    """Hangs a tensor hook on what a layer returns, which counts the gradient.
-
-    Args:
-        add: takes each gradient.
-        handles: of the block; empty once it is over. That of a hook on a leaf is put there.
-        called: is given True where a layer was called.
-    """
-
-    __slots__ = ("arrived", "called", "handles")
-    IDLE = None, [], []
-
-    def __init__(self, add: Callable | None, handles: list[Any], called: list[bool]):
-        self.handles, self.called = handles, called
-
-        @eager
-        def arrived(grad: Tensor | None) -> None:
-            if grad is not None and handles:
-                add(unbatched(grad))
-
-        self.arrived = arrived
-
-    # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs
-    # the first without grad.
-    @eager
-    def hook(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self.handles:  # over, or in a copy of the model
-            return
-        self.called[:] = [True]
-        if not is_grad_enabled():
+@eager
+def _count_output(
+    add: Callable, handles: list[Any], task: Any, counted: tuple, module: nn.Module, args: tuple, output: Any
+) -> None:
+    """Count what a layer returns; `task` is the backward in whose hook the block began."""
+    if handles and graph_task() in counted and not (is_grad_enabled() and recomputing(task)):
+        if output.__class__ is Tensor:  # nearly always: the short way
+            add(output)
             return
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if tensor.requires_grad and not _hung_already(self.arrived, tensor):
-                handle = tensor.register_hook(self.arrived)
-                if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
-                    # Of leaves that are gone there is nothing to remove.
-                    self.handles[:] = [h for h in self.handles if h.hooks_dict_ref() is not None]
-                    self.handles.append(handle)
+            add(tensor)
+
+
+# Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient. A reentrant one runs the first
+# without grad.
+@eager
+def _hang_on_output(
+    arrived: Callable, handles: list[Any], called: list[bool], module: nn.Module, args: tuple, output: Any
+) -> None:
+    """Hang a tensor hook on what a layer returns; `called` is no longer empty then."""
+    if not handles:  # removed in the middle of this forward
+        return
+    called[:] = [True]
+    if not is_grad_enabled():
+        return
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        if tensor.requires_grad and not _hung_already(arrived, tensor):
+            handle = tensor.register_hook(arrived)
+            if tensor.is_leaf:  # not the layer's own: it outlives this forward, the hook must not
+                # Of leaves that are gone there is nothing to remove.
+                handles[:] = [h for h in handles if h.hooks_dict_ref() is not None]
+                handles.append(handle)
+
+
+def _arrival(add: Callable, handles: list[Any]) -> Callable:
+    @eager
+    def arrived(grad: Tensor | None) -> None:
+        if grad is not None and handles:
+            add(unbatched(grad))
+
+    return arrived
 
 
 def _hung_already(hook: Callable, tensor: Tensor) -> bool:

@@ -123,10 +123,14 @@ class Outputs(Mapping[str, Any]):
         """What was kept so far. What cannot be copied, such as a tensor with a graph, is in both."""
 
         def copied(record: tuple) -> tuple:
+            trial = dict(memo)  # of what fails nothing may stay there
             try:
-                return copy.deepcopy(record, memo)
+                twin = copy.deepcopy(record, trial)
             except Exception:
                 return record
+            memo.setdefault(id(memo), []).extend(trial.pop(id(trial), ()))  # what the ids of it belong to
+            memo.update(trial)
+            return twin
 
         state = self.__getstate__()
         log, alone = state.pop("_log"), state.pop("_alone")

@@ -63,8 +63,7 @@ class SavedTensors(Sequence[SavedTensor]):
     """Every tensor that autograd saved in the block, in order: what `saved_tensors` returns."""
 
     def __init__(self, model: nn.Module | None):
-        # What was recorded may outlive the model.
-        self._model = weakref.ref(model) if model is not None else None
+        self._model = model
         self._records: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
         # Of storages: the number and the owner.
@@ -147,7 +146,7 @@ class SavedTensors(Sequence[SavedTensor]):
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
-        model = self._model and self._model()
+        model = self._model
         owners = ((tensor.untyped_storage(), name) for name, tensor in owned(model))
         self._owners = weakref.WeakKeyDictionary(owners)
         modules = model.named_modules() if model is not None else ()
@@ -166,7 +165,7 @@ class SavedTensors(Sequence[SavedTensor]):
         contexts, self._contexts, self._ours = self._contexts, None, None
         contexts.close()
         self._names = {}
-        if kind is None and self._model and not self._records:
+        if kind is None and self._model is not None and not self._records:
             _packing.warn_of_nothing("saved_tensors")
 
     # ---- the hooks ----

@@ -42,31 +42,6 @@ class _Thread(threading.local):
         self.forward, self.given = 0, 0  # its number, and the id of what it was given
 
 
-class Call(OwnHook):
-    """The hooks at both ends of a layer's call.
-
-    Args:
-        of: what writes.
-        label: how it calls the layer; None for the model itself where nobody asked for it.
-    """
-
-    __slots__ = ("label", "of")
-    IDLE = None, None
-
-    def __init__(self, of: "Verbose | None", label: str | None):
-        self.of, self.label = of, label
-
-    @eager
-    def begin(self, module: nn.Module, args: tuple) -> None:
-        if self.of is not None:
-            self.of._begin(module, args)
-
-    @eager
-    def end(self, module: nn.Module, args: tuple, *given: Any) -> None:
-        if self.of is not None:
-            self.of._end(self.label, module, args, *given)
-
-
 class Verbose(Installed):
     """Writes while a forward runs, until it is removed: what `verbose` returns."""
 
@@ -93,11 +68,11 @@ class Verbose(Installed):
         return Installed, ()
 
     def _hang(self, module: nn.Module, label: str | None) -> None:
-        call = Call(self, label)
-        self._handles.append(module.register_forward_pre_hook(call.begin, prepend=True))
-        after = module.register_forward_hook(call.end, with_kwargs=True, always_call=True)
+        self._handles.append(module.register_forward_pre_hook(OwnHook(self._begin), prepend=True))
+        after = module.register_forward_hook(OwnHook(self._end, label), with_kwargs=True, always_call=True)
         self._handles.append(after)
 
+    @eager
     def _begin(self, module: nn.Module, args: tuple) -> None:
         if recomputing(self._task) or not self._handles:
             return
@@ -114,6 +89,7 @@ class Verbose(Installed):
     def _has_seen(self) -> bool:
         return self._seen
 
+    @eager
     def _end(self, label: str | None, module: nn.Module, args: tuple, *given: Any) -> None:
         kwargs, output = kwargs_and_output(given)
         stack = self._local.stack

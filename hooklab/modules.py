@@ -76,7 +76,7 @@ def verbose(
         line that names the innermost layer that failed, the shapes it was given and the error (at the end of the
         `with` block, if it is interrupted, or if a forward hook raises that was put on the model later); where a layer
         around it says the same in other words, `raise ... from error`, there is no second line. A forward that calls none
-        of the layers has a line that says so. A copy of the model is not watched. What runs in a backward
+        of the layers has a line that says so. A deep copy of the model is not watched. What runs in a backward
         (recomputation under checkpointing, the adjoint of a solver) is not written (except in threads that a layer starts
         inside a reentrant checkpoint).
 
@@ -140,8 +140,8 @@ def features(
         `f.run(*args, **kwargs)` runs the model, stops it as soon as every layer has been called once, and returns `f`;
         forwards in other threads do not count then, nor does ever the `run` of other features in another thread. Under
         FSDP, and where `accelerate` has hooked a layer, that forward goes to its end. Under `nn.DataParallel` give the
-        wrapper. A copy of the model that is made inside the block is not watched; a copy of this object holds
-        what was kept so far. After a forward that was interrupted from the keyboard call the model once before a part of it.
+        wrapper. A deep copy of the model that is made inside the block is not watched; one of this object
+        holds what was kept so far. After a forward that was interrupted from the keyboard call the model once before a part of it.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the
@@ -267,8 +267,8 @@ def layer_statistics(
         `.history` (calls, bins). Mean, std, min and max are those of the finite entries, as
         torch computes them in float64 on all tensors concatenated. `.table()` is all of it as text. Of tuples,
         lists, dicts and dataclasses every tensor is counted, of other objects nothing, of complex tensors the
-        absolute value; meta and fake tensors have no figures but `.calls` and `.count`. A copy of the
-        model is not watched; a copy of this object holds the figures so far. Of
+        absolute value; meta and fake tensors have no figures but `.calls` and `.count`. A deep copy of the
+        model is not watched; one of this object holds the figures so far. Of
         `"output"` what runs in a backward (recomputation under checkpointing, the adjoint of a solver) is not counted
         (except in threads that a layer starts inside a reentrant checkpoint).
 

@@ -182,9 +182,7 @@ class Offload:
     ):
         if model is not None:
             _refuse.no_module("Offload", model)
-        # Its figures may outlive the model.
-        self._model = weakref.ref(model) if model is not None else None
-        store = _store(to)
+        self._model, store = model, _store(to)
         keep = _refuse.count("Offload", "keep", keep)
         prefetch = _refuse.count("Offload", "prefetch", prefetch)
         self._min_bytes = _refuse.count("Offload", "min_bytes", min_bytes)
@@ -203,10 +201,9 @@ class Offload:
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
         blocks = getattr(_opened, "blocks", ())
-        model = self._model and self._model()
-        if model is not None and any(one._model and one._model() is model for one, _ in blocks):
+        if self._model is not None and any(one._model is self._model for one, _ in blocks):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
-        self._own = weakref.WeakSet(tensor.untyped_storage() for _, tensor in owned(model))
+        self._own = weakref.WeakSet(tensor.untyped_storage() for _, tensor in owned(self._model))
         # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
         pack = weakref.WeakMethod(self._pack)
         # Contexts may be left in another order, and this object be gone before its hooks.
@@ -225,7 +222,7 @@ class Offload:
         self._queue.leave()
         if kind is None:
             self._queue.make_room()
-            if self._model and not self._saved_any:
+            if self._model is not None and not self._saved_any:
                 _packing.warn_of_nothing("Offload")
 
     def __reduce__(self) -> Any:

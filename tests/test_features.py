@@ -448,9 +448,9 @@ def test_run_ends_a_model_that_tries_again_and_then_raises_an_error_of_its_own(x
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x):
-            for _ in range(2):
+            for factor in 1, 2:
                 try:
-                    return self.b(self.a(x))
+                    return self.b(self.a(x * factor))
                 except Exception:
                     pass
             raise RuntimeError("failed twice")
@@ -458,8 +458,44 @@ def test_run_ends_a_model_that_tries_again_and_then_raises_an_error_of_its_own(x
     model = Stubborn()
     with features(model, "a") as f:
         assert torch.equal(f.run(x)["a"], model.a(x))
+        assert len(f.run(x).calls["a"]) == 1  # a plain forward would not have tried again
         with pytest.raises(RuntimeError, match="failed twice"):
             f.run(torch.ones(1, 9))
+
+
+@dataclasses.dataclass(slots=True)
+class WithSlots:
+    mask: torch.Tensor
+    hidden: torch.Tensor
+
+
+def test_a_copy_holds_of_each_layer_its_own_also_where_some_cannot_be_copied(x):
+    class Masked(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.linear, self.number = nn.Linear(4, 4), number
+
+        def forward(self, given):
+            hidden = self.linear(given.hidden if isinstance(given, WithSlots) else given)
+            return WithSlots(torch.full((2,), float(self.number)), hidden)
+
+    model = nn.Sequential(*map(Masked, range(4)))
+    with features(model, "*", keep=lambda t: t) as f:
+        model(x)
+        twin = copy.deepcopy(f)
+    for number, kept in enumerate(twin.values()):
+        assert kept.mask.tolist() == [number, number]
+        assert torch.equal(kept.hidden, f[str(number)].hidden)
+
+
+def test_a_copy_made_inside_compiles_to_one_graph(x):
+    for watch in WATCHES:
+        model = mlp(4, 5, 2)
+        with watch(model, "*"):
+            twin = copy.deepcopy(model)
+        torch.compiler.reset()
+        compiled = torch.compile(twin, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), model(x))
 
 
 def test_a_layer_behind_an_error_says_that_an_error_may_be_why(x):

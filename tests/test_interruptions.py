@@ -171,7 +171,7 @@ def test_a_thread_that_begins_while_another_looks_who_is_running_is_not_forgotte
 
         f._running.append(-1)  # a thread that has ended
         monkeypatch.setattr(sys, "_current_frames", while_looking)
-        f._begin(model)
+        f._begin(model, ())
         assert late.ident in f._running
         assert -1 not in f._running
         go_on.set()
