@@ -141,7 +141,8 @@ def features(
         forwards in other threads do not count then, nor does ever the `run` of other features in another thread. Under
         FSDP, and where `accelerate` has hooked a layer, that forward goes to its end. Under `nn.DataParallel` give the
         wrapper. A deep copy of the model that is made inside the block is not watched; one of this object
-        holds what was kept so far. After a forward that was interrupted from the keyboard call the model once before a part of it.
+        holds what was kept so far. After a forward that was interrupted from the keyboard call the model once before a
+        part of it.
 
     Raises:
         KeyError: a pattern matches nothing. On reading: a name that was not asked for, or a layer that the

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from inspect import isfunction
 from pathlib import Path
@@ -858,6 +858,10 @@ def keeps_the_edge(tensor):
     return seen
 
 
+def norms_by_numpy(model, loss_fn):
+    return {name: np.float32(norm) for name, norm in BY_ID["22.B"].solution(model, loss_fn).items()}
+
+
 def noisy(output):
     return output + 0.5 * torch.randn_like(output)
 
@@ -877,6 +881,7 @@ def noisy(output):
         ("22.A", lambda module, strength: modules.register_module_full_backward_hook(
             lambda other, grad_input, _: tuple(grad if grad is None else (grad * -strength).to(grad.dtype)
                                                for grad in grad_input) if other is module else None)),
+        ("22.B", norms_by_numpy),
         ("32.C", halved_in_numpy),
         ("32.D", partial(masks_in_a_closure, packed_too=True)),
         ("33.C", partial(zeros_left_out, in_slots=False)),
@@ -887,7 +892,7 @@ def noisy(output):
         ("35.B", sizes_beyond_the_layer),
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
-         "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder",
+         "22.B-numpy", "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder",
          "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
@@ -1015,6 +1020,44 @@ def in_a_folder_of_its_own(folder):
             self.name.unlink()
 
     return File, lambda file: torch.load(file.name)
+
+
+def first_pattern_wins(model, bounds):
+    done, handles = set(), []
+    for pattern, bound in bounds.items():
+        for layer in select(model, pattern).values():
+            for param in layer.parameters():
+                if param.requires_grad and param not in done:
+                    done.add(param)
+                    handles.append(param.register_hook(clip(-bound, bound)))
+    return handles
+
+
+def nan_of_tensors_and_nothing_else(model, x):
+    """Knows of `None` among tensors, and of no number."""
+
+    def has_nan(value):
+        if value is None:
+            return False
+        return any(map(has_nan, value)) if isinstance(value, tuple) else bool(torch.isnan(value).any())
+
+    found = []
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            hook = lambda module, args, output, name=name: found.append(name) if has_nan(output) else None  # noqa: E731
+            stack.enter_context(layer.register_forward_hook(hook))
+        model(x)
+    return found[0] if found else None
+
+
+def names_left_after_an_error(solution, model, x):
+    """Writes names on the layers, and tidies up where nothing raises."""
+    for name, layer in model.named_modules():
+        layer.written = name
+    result = solution(model, x)
+    for layer in model.modules():
+        del layer.written
+    return result
 
 
 def hooked_everywhere(model, name, x):
@@ -1172,6 +1215,9 @@ def nothing_for_none(model, x):
         ("23.A", modes_of_children, "flags"),
         ("23.A", first_child, "wrong_names"),
         ("23.A", shapes_in_training, "statistics"),
+        ("23.A", partial(names_left_after_an_error, BY_ID["23.A"].solution), "attribute_left"),
+        ("23.C", partial(names_left_after_an_error, BY_ID["23.C"].solution), "attribute_left"),
+        ("23.C", nan_of_tensors_and_nothing_else, "raised"),
         ("24.A", feature_or_key_error, "hid_error"),
         ("23.C", first_nan_inside, "the_model"),
         ("24.A", cleared_after_error, "removed_others"),
@@ -1179,6 +1225,7 @@ def nothing_for_none(model, x):
         ("24.B", mean_of_all, "wrong_shape"),
         ("24.B", rows_of_all_calls, "first_call_only"),
         ("25.A", children_alone, "wrong_share"),
+        ("25.B", first_pattern_wins, "wrong_values"),
         ("25.C", without_a_batch, "raised"),
         ("25.C", another_loss, "wrong_values"),
         ("25.C", longest_is_max_norm, "wrong_values"),

@@ -374,13 +374,13 @@ WATCHES = [
 NAMES = ["features", "with_grad", "layer_statistics", "grad_output", "verbose"]
 
 
-@pytest.mark.parametrize("watch", WATCHES, ids=NAMES)
-def test_a_copy_made_inside_reports_nothing_keeps_nothing_and_can_be_saved(watch):
+@pytest.mark.parametrize("watching", WATCHES, ids=NAMES)
+def test_a_copy_made_inside_reports_nothing_keeps_nothing_and_can_be_saved(watching):
     model, lines = nn.Sequential(nn.Identity(), nn.Linear(3, 3)), []
-    if "write" in getattr(watch, "keywords", {}):
-        watch = partial(verbose, write=lines.append)
+    if "write" in getattr(watching, "keywords", {}):
+        watching = partial(verbose, write=lines.append)
     x = torch.ones(2, 3, requires_grad=True)
-    with watch(model, "*") as seen:
+    with watching(model, "*") as seen:
         twin = copy.deepcopy(model)
         model(torch.ones(2, 3)).sum().backward()
         within = str(lines), str(dict(getattr(seen, "asked", {}))), str(dict(getattr(seen, "calls", {})))
@@ -427,15 +427,15 @@ def test_a_copy_of_what_was_kept_with_its_graph_has_the_same_tensors(model, x):
     assert f["0"].requires_grad
 
 
-@pytest.mark.parametrize("watch", WATCHES, ids=NAMES)
+@pytest.mark.parametrize("watching", WATCHES, ids=NAMES)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_what_torch_jit_traces_is_the_model_alone(watch):
+def test_what_torch_jit_traces_is_the_model_alone(watching):
     model, x = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 4)), torch.ones(100, 100)
     plain = torch.jit.trace(model, x)
-    with watch(model, "*"):
+    with watching(model, "*"):
         traced = torch.jit.trace(model, x)  # which compares with a second run, without grad
     assert torch.equal(traced(x), model(x))
-    if watch.__class__ is not partial:  # `with_grad` copies, `verbose` and gradients look at the shape
+    if watching.__class__ is not partial:  # `with_grad` copies, `verbose` and gradients look at the shape
         assert [node.kind() for node in traced.inlined_graph.nodes() if "detach" not in node.kind()] == [
             node.kind() for node in plain.inlined_graph.nodes()
         ]
@@ -488,14 +488,13 @@ def test_a_copy_holds_of_each_layer_its_own_also_where_some_cannot_be_copied(x):
         assert torch.equal(kept.hidden, f[str(number)].hidden)
 
 
-def test_a_copy_made_inside_compiles_to_one_graph(x):
-    for watch in WATCHES:
-        model = mlp(4, 5, 2)
-        with watch(model, "*"):
-            twin = copy.deepcopy(model)
-        torch.compiler.reset()
-        compiled = torch.compile(twin, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x), model(x))
+@pytest.mark.parametrize("watching", WATCHES, ids=NAMES)
+def test_a_copy_made_inside_compiles_to_one_graph(watching, model, x):
+    with watching(model, "*"):
+        twin = copy.deepcopy(model)
+    torch.compiler.reset()
+    compiled = torch.compile(twin, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
 
 
 def test_a_layer_behind_an_error_says_that_an_error_may_be_why(x):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import numbers
 import traceback
 import warnings
 from collections import OrderedDict
@@ -776,7 +777,7 @@ def _examine_norms(got, want, model, loss_fn):
             en=f"`{missing[0]}` is missing: the model has {len(want)} of them, some inside a module inside a module, some in place.",
         )
     for name, value in got.items():
-        if not isinstance(value, int | float):
+        if not isinstance(value, numbers.Real):
             refuse(
                 "not_numbers",
                 zh=f"字典里的值应当是浮点数，`{name}` 的却是 `{type(value).__name__}`。",

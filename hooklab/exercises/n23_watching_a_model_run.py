@@ -176,8 +176,10 @@ def _examine_next_model(answer):
 def _examine_shapes_failing(answer, broken):
     broken.second.eval()
     flags, state = _flags(broken), {key: value.clone() for key, value in broken.state_dict().items()}
+    names = _attributes(broken)
     _examine_failure(answer, broken)
     _examine_mode_after_error(broken, flags)
+    _examine_no_new_attributes(broken, names)
     _examine_state(broken, state)
 
 
@@ -1127,7 +1129,7 @@ def examine_first_nan(answer):
     _examine_first(answer, _Backwards(), "log", {}, "definition_order")
     _examine_first(answer, nn.Sequential(_Entropy(), nn.Identity()), "0", {}, "leaves_only")
     _examine_first(answer, _Entropy(), "", {None: "the_model"}, "leaves_only")
-    pair = nn.Sequential(_Apply(lambda x: (x, (None, x.log()))), _Apply(lambda pair: pair[0]))
+    pair = nn.Sequential(_Apply(lambda x: (x, (None, 3, x.log()))), _Apply(lambda pair: pair[0]))
     _examine_first(answer, pair, "0", {}, "nested")
     _examine_first(answer, nn.Sequential(_Apply(lambda x: (x, None))), None, {}, "none_expected")
     _examine_first(answer, nn.Sequential(_Apply(lambda x: x / 0), nn.Identity()), None, {}, "infinity")
@@ -1138,9 +1140,10 @@ def examine_first_nan(answer):
     in_place = nn.Sequential(_Apply(lambda x: x + 0), _Apply(lambda x: x.log_()))
     _examine_first(answer, in_place, "1", {"0": "after_the_run"}, "later")
     for broken in (_Broken(), _Stumbling()):
-        flags = _flags(broken)
+        flags, names = _flags(broken), _attributes(broken)
         _examine_failure(answer, broken)
         _examine_mode_after_error(broken, flags)
+        _examine_no_new_attributes(broken, names)
     runs = []
     answer(nn.Sequential(_Apply(lambda x: runs.append("run") or x.log())), X)
     if len(runs) != 1:

@@ -162,7 +162,10 @@ def examine_feature(answer):
 
 def _written_in(layer):
     """The modules that the forward hooks of a layer come from."""
-    return [getattr(hook, "__module__", "") for hook in layer._forward_hooks.values()]
+    functions = [
+        getattr(hook, "func", hook) for hook in layer._forward_hooks.values()
+    ]  # of a partial, what it calls
+    return [getattr(function, "__module__", "") for function in functions]
 
 
 def _is_cut(output, weight):

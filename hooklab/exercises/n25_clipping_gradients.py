@@ -246,6 +246,7 @@ def examine_groups(answer):
     _examine_groups(answer, {"blocks.1.rnn": 0.5})
     _examine_groups(answer, {"blocks.1": 0.5})
     _examine_groups(answer, {"blocks.*": 0.125, "**.norm": 0.5})
+    _examine_groups(answer, {"**.norm": 0.5, "blocks.*": 0.125, "embed": 1.0})
     for names in (("left", "right"), ("right", "left")):
         _examine_neighbour(answer, *names)
     _examine_two_models(answer)
