@@ -74,9 +74,9 @@ def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
     return graph.saved_tensors_hooks(eager(pack), eager(unpack))
 
 
-def warn_of_nothing(what: str) -> None:
-    """At the end of a block of a model in which nothing was saved, though something should have been."""
-    if torch.is_grad_enabled():
+def warn_of_nothing(what: str, model: nn.Module | None) -> None:
+    """At the end of a block in which nothing was saved, though something should have been."""
+    if model is not None and torch.is_grad_enabled():
         warnings.warn(
             f"{what}: nothing was saved for backward by this block: was the model called there, in this thread, with grad "
             "on? Another saved-tensor context (Offload, save_on_cpu), opened inside, takes what is saved in it.",

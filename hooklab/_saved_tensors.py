@@ -146,10 +146,9 @@ class SavedTensors(Sequence[SavedTensor]):
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
-        model = self._model
-        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(model))
+        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(self._model))
         self._owners = weakref.WeakKeyDictionary(owners)
-        modules = model.named_modules() if model is not None else ()
+        modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
             ours = [self]  # while the block is open
@@ -164,9 +163,8 @@ class SavedTensors(Sequence[SavedTensor]):
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         contexts, self._contexts, self._ours = self._contexts, None, None
         contexts.close()
-        self._names = {}
-        if kind is None and self._model is not None and not self._records:
-            _packing.warn_of_nothing("saved_tensors")
+        if kind is None and not self._records:
+            _packing.warn_of_nothing("saved_tensors", self._model)
 
     # ---- the hooks ----
 

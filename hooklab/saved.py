@@ -222,8 +222,8 @@ class Offload:
         self._queue.leave()
         if kind is None:
             self._queue.make_room()
-            if self._model is not None and not self._saved_any:
-                _packing.warn_of_nothing("Offload")
+            if not self._saved_any:
+                _packing.warn_of_nothing("Offload", self._model)
 
     def __reduce__(self) -> Any:
         raise TypeError(
