@@ -5,7 +5,9 @@ from contextlib import ExitStack, contextmanager
 
 from torch import is_grad_enabled
 from torch._C import _current_graph_task_id as graph_task
+from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as modes_open
+from torch._C._autograd import _get_sequence_nr as next_node  # the number that the next Node made in this thread gets
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -13,9 +15,10 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from hooklab._compiler import untraced
 from hooklab._packing import hold, installed, outer_hooks, unhold
 
-__all__ = ["NO_BACKWARD", "apart", "graph_task", "modes_open", "recomputing", "selective"]
+__all__ = ["NO_BACKWARD", "apart", "graph_task", "is_tracing", "modes_open", "next_node", "recomputing", "selective"]
 
 # Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
 NO_BACKWARD = -1
@@ -54,8 +57,10 @@ def without_selective() -> Iterator[None]:
 
 
 def apart() -> ExitStack:
-    """What is computed in it is no part of a checkpoint around it: that counts what its two forwards save."""
+    """What is computed in it is no part of a trace, nor of a checkpoint: that counts what its two forwards save."""
     contexts = ExitStack()
+    if is_tracing():
+        contexts.enter_context(untraced())
     if _hooks_are("_checkpoint_hook", "_recomputation_hook"):
         contexts.enter_context(installed(hold, unhold))
     if modes_open() and selective():

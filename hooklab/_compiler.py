@@ -3,13 +3,14 @@
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 
 import torch
 from torch import nn
 
-__all__ = ["compiling", "eager", "eager_inside", "refuse_compiling", "warn_if_compiled", "warn_if_ignored"]
+__all__ = ["compiling", "eager", "eager_inside", "refuse_compiling", "untraced", "warn_if_compiled", "warn_if_ignored"]
 
 try:
     # The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own;
@@ -63,6 +64,17 @@ def compiling() -> bool:
 
 
 _skip(compiling.__code__)  # a tracer goes into it, and answers yes; compiled by itself it would always say so
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """For torch.jit, what is computed in it does not belong to the model."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)
 
 
 def refuse_compiling(what: str) -> None:

@@ -2,21 +2,20 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
 
-import torch
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled, nn
 
 from hooklab import _refuse
 from hooklab._calls import called_by_itself, is_running, outermost
-from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, recomputing
+from hooklab._checkpoints import NO_BACKWARD, apart, graph_task, is_tracing, next_node, recomputing
 from hooklab._compiler import eager
 from hooklab._containers import map_tensors
-from hooklab._installed import Installed, OwnHook
-from hooklab._outputs import Outputs, versions_of
-from hooklab._recorders import blame_keep, note_detached, note_kept
+from hooklab._installed import Installed, own_hook
+from hooklab._outputs import NOTHING, Outputs, versions_of
+from hooklab._recorders import all_fresh, blame_keep, note_detached, note_kept
 from hooklab._select import groups, is_gathered, uncompiled
 
 __all__ = ["Enough", "Features"]
@@ -51,6 +50,11 @@ class Features(Installed, Outputs):
         self._strangers: set[int] = set()  # those in a forward that does not count, until it ends
         self._quick: list[bool] = []  # whether grad is on; empty when an output has to be looked at twice
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
+        self._fresh: list[int] = []  # where outputs need not be looked at: what `next_node` said in the beginning
+        self._node = 0  # the same for any forward
+        self._usual = 0  # how many outputs a forward returned if all were new tensors without a graph, else 0
+        self._steady = True  # False once a forward was no longer so
+        self._looked = False  # at an output of this forward, twice
         self._thread = 0  # the one that `run` was called in
         self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
@@ -59,17 +63,17 @@ class Features(Installed, Outputs):
         root = uncompiled(model)
         note, look = self._log.append, self._look
         hook, *shared = (
-            (note_detached, self._quick, self._frozen, note, look)
+            (note_detached, note, self._fresh, (self._quick, self._frozen, look))
             if self._detaches
             else (note_kept, keep, self._quick, note, look)
         )
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
-            self._handles.append(root.register_forward_pre_hook(OwnHook(self._begin)))
+            self._handles.append(root.register_forward_pre_hook(own_hook(self._begin), with_kwargs=True))
             for module, names in self._groups:
                 self._first.update(dict.fromkeys(names, names[0]))
-                self._handles.append(module.register_forward_hook(OwnHook(hook, names[0], *shared)))
-            self._handles.append(root.register_forward_hook(OwnHook(self._end), always_call=True))
+                self._handles.append(module.register_forward_hook(own_hook(hook, names[0], *shared)))
+            self._handles.append(root.register_forward_hook(own_hook(self._end), always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -84,6 +88,7 @@ class Features(Installed, Outputs):
             super().remove()
         finally:
             self._within.clear()  # it may lead to what a call was given
+            self._usual = 0
             self._no_shortcuts()  # a forward may have been interrupted, or be running
             if self._model is not None:  # it may go, what was kept stays
                 for names in [names for _, names in self._groups if not self._forwards]:
@@ -116,13 +121,14 @@ class Features(Installed, Outputs):
         self._home, around = self._thread, getattr(_runs, "of", ())
         _runs.of = (*around, self)
         self._no_shortcuts()
+        self._usual = 0
         own, model, root = len(self._handles), self._model, uncompiled(self._model)
         try:
             # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
             self._whole = any(map(is_gathered, model.modules()))
             for module, _ in () if self._whole else self._groups:
-                self._handles.append(module.register_forward_hook(OwnHook(self._stop)))
+                self._handles.append(module.register_forward_hook(own_hook(self._stop)))
             model(*args, **kwargs)
         except Exception:
             # The model may have caught our `Enough`, and raised an error of its own instead.
@@ -142,6 +148,7 @@ class Features(Installed, Outputs):
 
     def _look(self, name: str, output: Any) -> None:
         """What a hook does, whatever the case."""
+        self._looked = True
         again = recomputing(self._task)
         # What runs after `Enough`, in a model that has caught it, no plain forward would have run.
         if (
@@ -207,11 +214,34 @@ class Features(Installed, Outputs):
             self._strangers.discard(thread)
         if self._is_elsewhere():
             self._strangers.add(thread)
+            self._usual = 0
         return thread in self._strangers
 
     @eager
-    def _begin(self, module: nn.Module, args: tuple) -> None:
+    def _begin(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any] = {}) -> None:
         thread, running = get_ident(), self._running
+        # In line, since beside a small model each call counts.
+        if (
+            self._usual
+            and not (running or is_grad_enabled() or is_inference_mode_enabled())
+            and thread == self._home
+            and graph_task() == NO_BACKWARD
+            and all_fresh(args)
+            and (not kwargs or all_fresh(kwargs.values()))
+        ):
+            self._forwards += 1
+            self._log.clear()
+            self._sorted = NOTHING
+            if self._alone:
+                self._alone.clear()
+                self._within.clear()
+            self._fresh.append(next_node())
+            running.append(thread)
+            return
+        if self._fresh:  # this forward calls the model again, or another thread does, or it was interrupted
+            if self._fresh[0] != next_node():
+                self._doubt()
+            self._fresh.clear()
         if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
             return
         if running and thread in running:
@@ -232,27 +262,62 @@ class Features(Installed, Outputs):
         self._strangers.update(self._running)
         self._running.clear()
         if self._strangers:  # some may have ended in their forward
+            self._usual = 0
             self._strangers.intersection_update(sys._current_frames())
         super()._begin_anew()
         self._within.clear()
         self._no_shortcuts()
-        # A trace by torch.jit runs the forward again, without grad, and compares: it wants a `detach` both times.
-        if not self._wanted and not self._strangers and torch._C._get_tracing_state() is None:
-            (self._frozen if torch.is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
+        self._looked, self._node = False, next_node()
+        # A trace by torch.jit runs the forward again, without grad, and compares: it wants no `detach` both times.
+        if not self._wanted and not self._strangers and not is_tracing():
+            (self._frozen if is_inference_mode_enabled() else self._quick).append(is_grad_enabled())
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         thread, running = get_ident(), self._running
+        if self._fresh and thread in running:
+            running.clear()
+            if self._fresh[0] == next_node():
+                self._fresh.clear()
+            else:
+                self._doubt()
+            return
         if thread in self._strangers and not called_by_itself(module):
             self._strangers.discard(thread)
         if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:
+                self._learn()
                 self._no_shortcuts()
 
     def _no_shortcuts(self) -> None:
         self._quick.clear()
         self._frozen.clear()
+        self._fresh.clear()
+
+    # ---- forwards in which outputs need not be looked at ----
+    # Without grad most layers return a new tensor, without a graph and of version 0, in every forward. To ask each output
+    # costs as much as to note it; so it is noted as it comes once a whole forward was like that, if what shows the contrary
+    # for all of them at once does not: an input that has been edited or has a graph, a Node that was made, on reading the
+    # version.
+
+    def _learn(self) -> None:
+        """A forward has ended: were all its outputs such tensors?"""
+        like = self._steady and self._quick == [False] and not self._looked and next_node() == self._node
+        fresh = like and all(kept.__class__ is Tensor and version == 0 for _, kept, version in self._log)
+        self._usual = len(self._log) if fresh and self._detaches else 0
+
+    def _doubt(self) -> None:
+        """A graph was made after all: let it go, and believe the calls only if they are as many as ever."""
+        records = [
+            (name, kept.detach() if kept.__class__ is Tensor else kept, version)
+            for name, kept, version in self._log
+        ]
+        self._doubtful = len(records) != self._usual
+        self._steady, self._usual = False, 0
+        self._log.clear()
+        self._log.extend(records)
+        self._fresh.clear()
 
     def _why_silent(self, name: str) -> str:
         watched = [module for module, names in self._groups if name in names]

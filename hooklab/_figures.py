@@ -4,13 +4,13 @@ import math
 import threading
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from numpy import count_nonzero
+from torch import Tensor, aminmax
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["CHUNK", "FLOATS", "careful", "merged", "plain", "scratch", "unbatched"]
+__all__ = ["CHUNK", "FLOATS", "careful", "merged", "per_thread", "plain", "unbatched"]
 
 CHUNK = 131_072  # numbers: few calls, and 1.1 MiB of scratch memory for each thread
 ONE_PASS = 32_768  # numbers: above, amin and amax are faster than aminmax, which runs once
@@ -77,11 +77,13 @@ def merged(results: list[Tensor]) -> Tensor:
     return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
 
 
-class Scratch(threading.local):
+class Scratch:
     """Measures on the CPU, in memory for a part as float64 and as bool, used again and again: fresh memory costs more.
 
     Fresh views cost time too: they are kept for the shapes seen last.
     """
+
+    __slots__ = ("busy", "nonzero", "views", "wide")
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
@@ -90,48 +92,53 @@ class Scratch(threading.local):
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
         self.busy = False
 
-    def figures(self, part: Tensor) -> tuple[float, ...] | None:
-        """As `careful`, of at most `CHUNK` numbers; None where one is NaN or infinite, and where this is in use."""
-        if self.busy:  # another layer was interrupted in here
+    def figures(self, part: Tensor, shape: torch.Size) -> tuple[float, ...] | None:
+        """As `careful`, of at most `CHUNK` numbers.
+
+        None where one is NaN or infinite, and where this is in use: another layer was interrupted in here.
+        """
+        if self.busy:
             return None
+        # Few calls and few steps between them: beside a small layer's forward every one of them counts.
+        number, wide, wide_shaped, nonzero, nonzero_array = self.views.get(shape) or self._views(shape)
         self.busy = True
         try:
-            return self._figures(part)
+            wide_shaped.copy_(part)
+            squares = wide.dot(wide).item()
+            if not squares < math.inf:
+                return None
+            mean = wide.sum().item() / number
+            spread = squares - mean * mean * number
+            lowest, highest = aminmax(part) if number <= ONE_PASS else (part.amin(), part.amax())
+            low, high = lowest.item(), highest.item()
+            if low == high:
+                mean, spread = low, 0.0
+            elif spread < NARROW * squares:
+                wide.sub_(mean)
+                spread = wide.dot(wide).item()
+            zeros = 0.0
+            if low <= 0 <= high:
+                nonzero.copy_(part)
+                zeros = number - int(count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
+            return number, mean, spread, zeros, 0, 0, low, high
         finally:
             self.busy = False
 
-    def _figures(self, part: Tensor) -> tuple[float, ...] | None:
-        # Few calls and few steps between them: beside a small layer's forward every one of them counts.
-        shape = part.shape
-        wide, wide_shaped, nonzero, nonzero_array = self.views.get(shape) or self._views(shape)
-        wide_shaped.copy_(part)
-        squares = wide.dot(wide).item()
-        if not math.isfinite(squares):
-            return None
-        number = shape.numel()
-        mean = wide.sum().item() / number
-        spread = squares - mean * mean * number
-        lowest, highest = torch.aminmax(part) if number <= ONE_PASS else (part.amin(), part.amax())
-        low, high = lowest.item(), highest.item()
-        if low == high:
-            mean, spread = low, 0.0
-        elif spread < NARROW * squares:
-            wide.sub_(mean)
-            spread = wide.dot(wide).item()
-        zeros = 0.0
-        if low <= 0 <= high:
-            nonzero.copy_(part)
-            zeros = number - int(np.count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
-        return number, mean, spread, zeros, 0, 0, low, high
-
     def _views(self, shape: torch.Size) -> tuple[Any, ...]:
-        """The first flat and in this shape, the second in this shape and as a NumPy array."""
+        """How many numbers; the first flat and in this shape, the second in this shape and as a NumPy array."""
         if len(self.views) >= MAX_SHAPES:
             self.views.clear()
+        number = shape.numel()
         with torch.inference_mode(False), _disable_current_modes():
-            wide, nonzero = self.wide[: shape.numel()], self.nonzero[: shape.numel()]
-            self.views[shape] = wide, wide.view(shape), nonzero.view(shape), nonzero.numpy()
-        return self.views[shape]
+            wide, nonzero = self.wide[:number], self.nonzero[:number]
+            views = number, wide, wide.view(shape), nonzero.view(shape), nonzero.numpy()
+        self.views[shape] = views
+        return views
 
 
-scratch = Scratch()
+class PerThread(threading.local):
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+per_thread = PerThread()

@@ -12,7 +12,7 @@ from hooklab._checkpoints import NO_BACKWARD, graph_task, recomputing
 from hooklab._compiler import eager
 from hooklab._containers import tensors_in
 from hooklab._figures import unbatched
-from hooklab._installed import Installed, OwnHook
+from hooklab._installed import Installed, own_hook
 from hooklab._select import groups
 from hooklab._statistics import Running, Statistics, short
 from hooklab._table import table
@@ -39,11 +39,11 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
             self.remove()
             raise
 
-    def _hook_for(self, running: Running) -> OwnHook:
+    def _hook_for(self, running: Running) -> Callable:
         handles, task = self._handles, self._task
         if self.of == "output":
-            return OwnHook(_count_output, running.add, handles, task, (NO_BACKWARD, task))
-        return OwnHook(_hang_on_output, _arrival(running.add, handles), handles, self._called)
+            return own_hook(_count_output, running.add, handles, task, (NO_BACKWARD, task))
+        return own_hook(_hang_on_output, _arrival(running.add, handles), handles, self._called)
 
     def _has_seen(self) -> bool:
         return bool(self._called or len(self))

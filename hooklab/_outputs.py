@@ -12,7 +12,7 @@ from hooklab import _refuse
 from hooklab._containers import first_shape, tensors_in
 from hooklab._packing import has_memory
 
-__all__ = ["Outputs", "versions_of"]
+__all__ = ["NOTHING", "Outputs", "versions_of"]
 
 NOTHING: tuple[tuple[int, int], dict] = (0, 0), {}
 
@@ -32,6 +32,7 @@ class Outputs(Mapping[str, Any]):
         self._alone: dict[str, list[tuple[Any, Any]]] = {}
         self._forwards = 0
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
+        self._doubtful = False  # some outputs of the last forward may be there twice
         self._silent: dict[str, str] = {}  # by name why there was no forward, once that is known
 
     @property
@@ -59,7 +60,7 @@ class Outputs(Mapping[str, Any]):
         self._forwards += 1
         self._log.clear()
         self._alone.clear()
-        self._sorted = NOTHING
+        self._sorted, self._doubtful = NOTHING, False
 
     def _calls_of(self, name: object) -> list[tuple[Any, Any]]:
         """The calls of a layer, with what `versions_of` said when they were noted."""
@@ -73,6 +74,11 @@ class Outputs(Mapping[str, Any]):
         return self._alone.get(first) or self._sorted[1].get(first, [])
 
     def _record(self, name: str) -> list[tuple[Any, Any]]:
+        if self._doubtful and name in self._first:
+            raise RuntimeError(
+                f"features: the last forward returned {len(self._log)} outputs, made a graph though it ran under no_grad, and "
+                "the forwards before it did neither, so what was computed twice in it cannot be told; run the model again"
+            )
         if calls := self._calls_of(name):
             return calls
         if name not in self._first:

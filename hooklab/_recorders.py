@@ -1,6 +1,7 @@
 """The forward hooks of `features`: the short ways for a plain tensor, and a call for everything else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,14 +11,16 @@ from hooklab._compiler import eager
 from hooklab._outputs import versions_of
 from hooklab._packing import outer_hooks
 
-__all__ = ["blame_keep", "note_detached", "note_kept"]
+__all__ = ["all_fresh", "blame_keep", "note_detached", "note_kept"]
 
 Flags = list[bool]
+PLAIN = {NoneType, bool, int, float, complex, str}
 
 # The last three arguments are those of a hook. What comes before, but for the name of the layer, is shared by all:
 #     keep: what to keep of a tensor.
 #     quick: whether grad is on; empty where an output has to be looked at twice.
 #     frozen: the same in inference mode, whose tensors have no version.
+#     fresh: not empty where every output is a new tensor: without a graph, of version 0.
 #     note: called with (name, what was kept, its version).
 #     look: called with (name, output) where no short way is right.
 # Every line here is paid for in every call of every layer.
@@ -51,21 +54,22 @@ def note_kept(
 
 @eager
 def note_detached(
-    name: str,
-    quick: Flags,
-    frozen: Flags,
-    note: Callable,
-    look: Callable,
-    module: nn.Module,
-    args: tuple,
-    output: Any,
+    name: str, note: Callable, fresh: list, others: tuple, module: nn.Module, args: tuple, output: Any
 ) -> None:
-    """The hook with `Tensor.detach`."""
+    """The hook with `Tensor.detach`; `others` are quick, frozen and look."""
+    if fresh and output.__class__ is Tensor:
+        note((name, output, 0))
+        return
+    quick, frozen, look = others
     if quick and output.__class__ is Tensor and graph_task() == NO_BACKWARD:
         try:
-            kept = output.detach() if quick[0] or output.requires_grad else output
-            note((name, kept, kept._version))
-            return
+            if quick[0]:
+                kept = output.detach()
+                note((name, kept, kept._version))
+                return
+            if not output.requires_grad:
+                note((name, output, output._version))
+                return
         except RuntimeError:  # an inference tensor has no version
             pass
     elif frozen and output.__class__ is Tensor and output.is_inference() and graph_task() == NO_BACKWARD:
@@ -75,6 +79,20 @@ def note_detached(
         except RuntimeError:  # a strided nested tensor has no shape
             pass
     look(name, output)
+
+
+def all_fresh(given: Iterable) -> bool:
+    """True if what a model is given cannot come out of a layer with a graph, or with edits of its own."""
+    try:
+        for one in given:
+            if one.__class__ is Tensor:
+                if one.requires_grad or one._version:
+                    return False
+            elif one.__class__ not in PLAIN:
+                return False
+    except RuntimeError:  # an inference tensor has no version
+        return False
+    return True
 
 
 def blame_keep(error: Exception, name: str) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,16 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hooklab._checkpoints import modes_open, selective
-from hooklab._compiler import eager
-from hooklab._figures import CHUNK, FLOATS, careful, merged, plain, scratch
+from hooklab._checkpoints import is_tracing, modes_open, selective
+from hooklab._compiler import eager, untraced
+from hooklab._figures import CHUNK, FLOATS, careful, merged, per_thread, plain
 from hooklab._histogram import Histogram
 
 __all__ = ["Running", "Statistics", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
 GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
+MEASURED = 64  # calls whose figures are merged together, which costs less than one by one
 PENDING = 256  # results that wait on a GPU before they are merged, there
 
 
@@ -75,13 +77,14 @@ class Running:
 
     @eager
     def __init__(self, bins: int, range: tuple[float, float]):
-        self.calls = 0
+        self._calls = 0
         self._histogram = Histogram(bins, range) if bins else None
         # Replicas on several GPUs add from several threads; a signal handler or a finalizer comes in between.
         self._lock = threading.RLock()
         self._busy = False  # in the middle of measuring: what comes then waits among the staged
         _all.add(self)
         self._count = 0
+        self._measured: deque[tuple[float, ...]] = deque()  # the figures of a call each, which are not merged yet
         self._staged: list[Tensor] = []
         self._staged_count = 0
         self._finite, self._mean, self._spread = 0.0, 0.0, 0.0  # spread: the sum of (entry - mean) ** 2
@@ -91,18 +94,37 @@ class Running:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
+            self._merge()
             lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-            own = {"_lock": None, "_busy": False, "_histogram": copy.copy(self._histogram)}
+            own = {"_lock": None, "_busy": False, "_measured": self._measured.copy(), "_histogram": copy.copy(self._histogram)}
             return {**vars(self), **lists, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
         _all.add(self)
 
+    @property
+    def calls(self) -> int:
+        return self._calls + len(self._measured)
+
     # A compiler would not see that two names stand for the same memory: here, and in `read`.
     @eager
     def add(self, tensor: Tensor, unwrapped: bool = False) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
+        # Nearly always, on the CPU: beside a small layer's forward each question counts, so there are few.
+        if (
+            tensor.__class__ is Tensor
+            and tensor.is_cpu
+            and tensor.dtype in FLOATS
+            and tensor.layout is torch.strided
+            and self._histogram is None
+            and forward_ad._current_level < 0
+            and peek_interpreter_stack() is None
+            and not modes_open()
+            and not is_tracing()
+            and self._at_once(tensor.detach() if tensor.requires_grad else tensor)
+        ):
+            return
         if not unwrapped and peek_interpreter_stack() is not None:  # inside grad, vmap, jvp of torch.func
             while is_functorch_wrapped_tensor(tensor):
                 tensor = get_unwrapped(tensor)
@@ -113,13 +135,9 @@ class Running:
             with _disable_current_modes():
                 self.add(tensor, unwrapped=True)
             return
-        # For torch.jit, too, nothing here belongs to the model.
-        if (tracing := torch._C._get_tracing_state()) is not None:
-            torch._C._set_tracing_state(None)
-            try:
+        if is_tracing():
+            with untraced():
                 self.add(tensor, unwrapped=True)
-            finally:
-                torch._C._set_tracing_state(tracing)
             return
         if tensor.requires_grad or forward_ad._current_level >= 0:
             tensor = tensor.detach()  # of its tangent, too
@@ -127,7 +145,7 @@ class Running:
             tensor = plain(tensor)
         number = tensor.numel()
         with self._lock:
-            self.calls += 1
+            self._calls += 1
             self._count += number
             if tensor.is_meta or isinstance(tensor, FakeTensor):
                 return
@@ -136,15 +154,11 @@ class Running:
             if number == 0:
                 return
             if number < STAGED or self._busy:
-                self._staged.append(tensor.clone())
-                self._staged_count += number
-                if self._staged_count >= STAGED:
-                    self._unstage()
+                self._stage(tensor, number)
                 return
             self._busy = True
             try:
-                if number > CHUNK or not (tensor.is_cpu and tensor.is_contiguous() and self._fast(tensor)):
-                    self._measure(tensor)
+                self._measure(tensor)
             finally:
                 self._busy = False
 
@@ -152,6 +166,7 @@ class Running:
     def read(self) -> Statistics:
         """The figures so far; on a GPU this waits for it."""
         with self._lock:
+            self._merge()
             self._unstage()
             if not self._busy:
                 self._fetch()
@@ -161,11 +176,57 @@ class Running:
             seen = self._finite + self._nans + self._infs
             zeros = self._zeros / seen if seen else math.nan
             return Statistics(
-                self.calls, self._count, mean, std, low, high, zeros, int(self._nans), int(self._infs),
+                self._calls, self._count, mean, std, low, high, zeros, int(self._nans), int(self._infs),
                 **(self._histogram.read() if self._histogram is not None else {}),
             )  # fmt: skip
 
     # ---- the figures ----
+
+    def _at_once(self, tensor: Tensor) -> bool:
+        """Count a tensor on the CPU of small or middle size; False, and nothing is done, for any other."""
+        try:
+            shape = tensor.shape
+        except RuntimeError:  # a nested one has none
+            return False
+        number = shape.numel()
+        if number < STAGED:
+            with self._lock:
+                if self._busy or number == 0:
+                    return False
+                self._calls += 1
+                self._count += number
+                self._stage(tensor, number)
+            return True
+        if number > CHUNK:
+            return False
+        figures = per_thread.scratch.figures(tensor, shape)
+        if figures is None:
+            return False
+        self._measured.append(figures)  # without the lock: a deque has its own
+        if len(self._measured) >= MEASURED:
+            with self._lock:
+                self._merge()
+        return True
+
+    def _merge(self) -> None:
+        """Add what has been measured; nothing while that is going on, since this may have come in between."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._measured:
+                figures = self._measured.popleft()
+                self._calls += 1
+                self._count += figures[0]
+                self._add(*figures)
+        finally:
+            self._busy = False
+
+    def _stage(self, tensor: Tensor, number: int) -> None:
+        self._staged.append(tensor.clone())
+        self._staged_count += number
+        if self._staged_count >= STAGED:
+            self._unstage()
 
     def _unstage(self) -> None:
         if not self._staged or self._busy:
@@ -190,8 +251,7 @@ class Running:
                 self._pending = [merged(self._pending)]
             return
         for part in tensor.flatten().chunk(math.ceil(tensor.numel() / CHUNK)):
-            if not self._fast(part):
-                self._add(*careful(part).tolist())
+            self._add(*(per_thread.scratch.figures(part, part.shape) or careful(part).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""
@@ -226,14 +286,6 @@ class Running:
         self._zeros += zeros
         self._nans += nans
         self._infs += infs
-
-    def _fast(self, part: Tensor) -> bool:
-        """Add a contiguous part on the CPU; False where it has NaN or infinite entries, which take longer."""
-        figures = scratch.figures(part)
-        if figures is None:
-            return False
-        self._add(*figures)
-        return True
 
 
 # A process may be forked while a thread, which the child does not have, holds the lock.

@@ -15,7 +15,7 @@ from hooklab._checkpoints import recomputing
 from hooklab._compiler import eager
 from hooklab._containers import shapes
 from hooklab._features import Enough
-from hooklab._installed import Installed, OwnHook, kwargs_and_output
+from hooklab._installed import Installed, kwargs_and_output, own_hook
 from hooklab._select import groups, uncompiled
 
 __all__ = ["Verbose"]
@@ -68,8 +68,8 @@ class Verbose(Installed):
         return Installed, ()
 
     def _hang(self, module: nn.Module, label: str | None) -> None:
-        self._handles.append(module.register_forward_pre_hook(OwnHook(self._begin), prepend=True))
-        after = module.register_forward_hook(OwnHook(self._end, label), with_kwargs=True, always_call=True)
+        self._handles.append(module.register_forward_pre_hook(own_hook(self._begin), prepend=True))
+        after = module.register_forward_hook(own_hook(self._end, label), with_kwargs=True, always_call=True)
         self._handles.append(after)
 
     @eager

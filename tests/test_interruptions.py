@@ -230,7 +230,7 @@ class AtEveryLine:
             sys.settrace(before)
 
 
-@pytest.mark.parametrize("place", [Scratch._figures, Running.add, Running._add])
+@pytest.mark.parametrize("place", [Scratch.figures, Running.add, Running._merge, Running._add])
 def test_statistics_are_right_whatever_is_counted_or_read_in_between(place):
     model = nn.Sequential(nn.ReLU(), nn.Identity())
     x, other = torch.arange(-9_000.0, 9_000.0), torch.full((20_000,), 7.0)
@@ -248,6 +248,7 @@ def test_statistics_are_right_whatever_is_counted_or_read_in_between(place):
 
         with AtEveryLine(place.__code__, between).at_work():
             model(x)
+            stats.table()
     assert len(times) > 3
     assert stats["0"] == expected["0"]
     assert (others[""].calls, others[""].mean, others[""].std) == (len(times), 7.0, 0.0)

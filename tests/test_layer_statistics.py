@@ -118,7 +118,7 @@ def test_the_way_taken_on_a_gpu_gives_the_same(lists, dtype):
     tensors = [torch.tensor(values).to(dtype) for values in lists]
     running = Running(0, (-10.0, 10.0))
     for tensor in tensors:
-        running.calls += 1
+        running._calls += 1
         running._count += tensor.numel()
         running._pending.append(careful(tensor))
     assert_exact(running.read(), tensors)
