@@ -7,7 +7,7 @@ from torch import is_grad_enabled
 from torch._C import _current_graph_task_id as graph_task
 from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as modes_open
-from torch._C._autograd import _get_sequence_nr as next_node  # the number that the next Node made in this thread gets
+from torch._C._autograd import _get_sequence_nr as next_node
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -18,10 +18,20 @@ from torch.utils._python_dispatch import (
 from hooklab._compiler import untraced
 from hooklab._packing import hold, installed, outer_hooks, unhold
 
-__all__ = ["NO_BACKWARD", "apart", "graph_task", "is_tracing", "modes_open", "next_node", "recomputing", "selective"]
+__all__ = [
+    "NO_BACKWARD",
+    "apart",
+    "graph_task",
+    "is_tracing",
+    "modes_open",
+    "next_node",
+    "recomputing",
+    "selective",
+]
 
 # Inside a backward there is a graph task: a forward that runs there is a checkpoint's recomputation.
 NO_BACKWARD = -1
+# `next_node()` is the number of the Node that is made next in this thread: where it has not changed, no graph was made.
 SELECTIVE = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"  # in forward, and in the recomputation
 
 

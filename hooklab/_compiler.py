@@ -10,7 +10,15 @@ from types import CodeType
 import torch
 from torch import nn
 
-__all__ = ["compiling", "eager", "eager_inside", "refuse_compiling", "untraced", "warn_if_compiled", "warn_if_ignored"]
+__all__ = [
+    "compiling",
+    "eager",
+    "eager_inside",
+    "refuse_compiling",
+    "untraced",
+    "warn_if_compiled",
+    "warn_if_ignored",
+]
 
 try:
     # The part of the compiler that is always there: to load the rest takes seconds. These names are PyTorch's own;

@@ -15,7 +15,7 @@ from hooklab._compiler import eager
 from hooklab._containers import map_tensors
 from hooklab._installed import Installed, own_hook
 from hooklab._outputs import NOTHING, Outputs, versions_of
-from hooklab._recorders import all_fresh, blame_keep, note_detached, note_kept
+from hooklab._recorders import all_fresh, all_new, blame_keep, note_detached, note_kept
 from hooklab._select import groups, is_gathered, uncompiled
 
 __all__ = ["Enough", "Features"]
@@ -50,9 +50,11 @@ class Features(Installed, Outputs):
         self._strangers: set[int] = set()  # those in a forward that does not count, until it ends
         self._quick: list[bool] = []  # whether grad is on; empty when an output has to be looked at twice
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
-        self._fresh: list[int] = []  # where outputs need not be looked at: what `next_node` said in the beginning
+        self._fresh: list[int] = []  # where no output is looked at: `next_node()` in the beginning
         self._node = 0  # the same for any forward
-        self._usual = 0  # how many outputs a forward returned if all were new tensors without a graph, else 0
+        self._usual = (
+            0  # how many outputs a forward returned, if all were new tensors without a graph, else 0
+        )
         self._steady = True  # False once a forward was no longer so
         self._looked = False  # at an output of this forward, twice
         self._thread = 0  # the one that `run` was called in
@@ -69,11 +71,13 @@ class Features(Installed, Outputs):
         )
         try:
             # The first hook to begin and the last to end: a wanted root is recorded in between.
-            self._handles.append(root.register_forward_pre_hook(own_hook(self._begin), with_kwargs=True))
+            self._handles.append(
+                root.register_forward_pre_hook(own_hook(Features._begin, self), with_kwargs=True)
+            )
             for module, names in self._groups:
                 self._first.update(dict.fromkeys(names, names[0]))
                 self._handles.append(module.register_forward_hook(own_hook(hook, names[0], *shared)))
-            self._handles.append(root.register_forward_hook(own_hook(self._end), always_call=True))
+            self._handles.append(root.register_forward_hook(own_hook(Features._end, self), always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -226,12 +230,11 @@ class Features(Installed, Outputs):
             and not (running or is_grad_enabled() or is_inference_mode_enabled())
             and thread == self._home
             and graph_task() == NO_BACKWARD
-            and all_fresh(args)
-            and (not kwargs or all_fresh(kwargs.values()))
+            and all_fresh((*args, *kwargs.values()) if kwargs else args)
         ):
             self._forwards += 1
             self._log.clear()
-            self._sorted = NOTHING
+            self._sorted, self._assumed = NOTHING, True
             if self._alone:
                 self._alone.clear()
                 self._within.clear()
@@ -287,7 +290,7 @@ class Features(Installed, Outputs):
         if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:
-                self._learn()
+                self._learn(args, output)
                 self._no_shortcuts()
 
     def _no_shortcuts(self) -> None:
@@ -301,11 +304,14 @@ class Features(Installed, Outputs):
     # for all of them at once does not: an input that has been edited or has a graph, a Node that was made, on reading the
     # version.
 
-    def _learn(self) -> None:
+    def _learn(self, args: tuple, output: Any) -> None:
         """A forward has ended: were all its outputs such tensors?"""
-        like = self._steady and self._quick == [False] and not self._looked and next_node() == self._node
-        fresh = like and all(kept.__class__ is Tensor and version == 0 for _, kept, version in self._log)
-        self._usual = len(self._log) if fresh and self._detaches else 0
+        like = self._detaches and self._steady and self._quick == [False] and not self._looked
+        fresh = like and next_node() == self._node and all_new(self._log, (*args, output))
+        self._usual = len(self._log) if fresh else 0
+
+    def _look_again(self) -> None:
+        self._usual = 0
 
     def _doubt(self) -> None:
         """A graph was made after all: let it go, and believe the calls only if they are as many as ever."""

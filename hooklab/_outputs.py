@@ -32,7 +32,8 @@ class Outputs(Mapping[str, Any]):
         self._alone: dict[str, list[tuple[Any, Any]]] = {}
         self._forwards = 0
         self._sorted = NOTHING  # the log by layer, behind the number of the forward and the length of the log
-        self._doubtful = False  # some outputs of the last forward may be there twice
+        self._assumed = False  # that the outputs of the last forward were new tensors: none was looked at
+        self._doubtful = False  # some of them may be there twice
         self._silent: dict[str, str] = {}  # by name why there was no forward, once that is known
 
     @property
@@ -60,7 +61,7 @@ class Outputs(Mapping[str, Any]):
         self._forwards += 1
         self._log.clear()
         self._alone.clear()
-        self._sorted, self._doubtful = NOTHING, False
+        self._sorted, self._assumed, self._doubtful = NOTHING, False, False
 
     def _calls_of(self, name: object) -> list[tuple[Any, Any]]:
         """The calls of a layer, with what `versions_of` said when they were noted."""
@@ -103,6 +104,9 @@ class Outputs(Mapping[str, Any]):
                 "has been overwritten in place since the layer returned it, by a later layer such as ReLU(inplace=True) or "
                 "by `+=`"
             )
+            if self._assumed:
+                what += " (or the layer works in place itself, and did not before: then run the model again)"
+                self._look_again()
         elif any(map(_is_freed, tensors_in(kept))):  # to read it would end the process
             what = "has no memory any more: something that can compute it again has freed it, as reversible networks do"
         if what is not None:
@@ -113,6 +117,9 @@ class Outputs(Mapping[str, Any]):
         # A reentrant checkpoint of the whole model gives its output a graph afterwards.
         late = self._detaches and isinstance(kept, Tensor) and kept.requires_grad
         return kept.detach() if late else kept
+
+    def _look_again(self) -> None:
+        """In the next forward each output has to be looked at."""
 
     # ---- copies ----
 

@@ -1,6 +1,8 @@
 """The forward hooks of `features`: the short ways for a plain tensor, and a call for everything else."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from sys import getrefcount
 from types import NoneType
 from typing import Any
 
@@ -11,7 +13,7 @@ from hooklab._compiler import eager
 from hooklab._outputs import versions_of
 from hooklab._packing import outer_hooks
 
-__all__ = ["all_fresh", "blame_keep", "note_detached", "note_kept"]
+__all__ = ["all_fresh", "all_new", "blame_keep", "note_detached", "note_kept"]
 
 Flags = list[bool]
 PLAIN = {NoneType, bool, int, float, complex, str}
@@ -93,6 +95,28 @@ def all_fresh(given: Iterable) -> bool:
     except RuntimeError:  # an inference tensor has no version
         return False
     return True
+
+
+def _references(records: Iterable[tuple]) -> list[int]:
+    return [getrefcount(kept) for _, kept, _ in records]
+
+
+ONE_RECORD = _references([("", object(), 0)])[0]  # of an object that nobody else knows
+
+
+def all_new(records: Iterable[tuple], others: Iterable) -> bool:
+    """True if the outputs in `records` were made by their layers, but for those among `others`.
+
+    Not their weights or buffers, nor a part of them: those may be edited before the next forward returns them again.
+    """
+    known, times = {id(one) for one in others}, Counter(id(kept) for _, kept, _ in records)
+    return all(
+        kept.__class__ is Tensor
+        and version == 0
+        and not kept._is_view()
+        and (id(kept) in known or count < ONE_RECORD + times[id(kept)])
+        for (_, kept, version), count in zip(records, _references(records), strict=True)
+    )
 
 
 def blame_keep(error: Exception, name: str) -> None:

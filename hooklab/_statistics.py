@@ -84,7 +84,9 @@ class Running:
         self._busy = False  # in the middle of measuring: what comes then waits among the staged
         _all.add(self)
         self._count = 0
-        self._measured: deque[tuple[float, ...]] = deque()  # the figures of a call each, which are not merged yet
+        self._measured: deque[tuple[float, ...]] = (
+            deque()
+        )  # the figures of a call each, which are not merged yet
         self._staged: list[Tensor] = []
         self._staged_count = 0
         self._finite, self._mean, self._spread = 0.0, 0.0, 0.0  # spread: the sum of (entry - mean) ** 2
@@ -96,7 +98,12 @@ class Running:
         with self._lock:
             self._merge()
             lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-            own = {"_lock": None, "_busy": False, "_measured": self._measured.copy(), "_histogram": copy.copy(self._histogram)}
+            own = {
+                "_lock": None,
+                "_busy": False,
+                "_measured": self._measured.copy(),
+                "_histogram": copy.copy(self._histogram),
+            }
             return {**vars(self), **lists, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1841,3 +1841,310 @@ def test_parts_called_after_a_run_that_was_interrupted_from_the_keyboard_do_not_
         for _ in range(4):
             model[0](torch.ones(1, 2))
         assert len(f.calls["0"]) == 1
+
+
+# ---- forwards after one without grad whose outputs were all new: these are noted without a look at them ----
+
+
+class Changeable(nn.Module):
+    """What it computes is changed between two forwards: `model.step = ...`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.step = lambda first, second, x: second(first(x))
+
+    def forward(self, x, **others):
+        return self.step(self.first, self.second, x, **others)
+
+
+@pytest.fixture
+def steady():
+    """A model, its features after two forwards without grad, and a copy of the model that nobody watches."""
+    torch.manual_seed(0)
+    model = Changeable()
+    own = copy.deepcopy(model)
+    with torch.no_grad(), features(model, "first", "second") as f:
+        for _ in range(2):
+            model(torch.ones(3, 4))
+        assert f._assumed
+        yield model, f, own
+
+
+def test_the_next_forwards_are_seen_as_the_first_was(steady, x):
+    model, f, own = steady
+    for factor in range(4):
+        model(x * factor)
+        assert f._assumed
+        assert torch.equal(f["first"], own.first(x * factor))
+        assert list(map(len, f.calls.values())) == [1, 1]
+    assert not any(tensor.requires_grad for tensor in f.values())
+
+
+def test_a_later_step_that_overwrites_is_found_though_it_did_not_before(steady, x):
+    model, f, own = steady
+    model.step = lambda first, second, x: second(first(x).mul_(2))
+    for _ in range(2):
+        model(x)
+        assert torch.equal(f["second"], own.second(own.first(x) * 2))
+        with pytest.raises(RuntimeError, match="the output of 'first' has been overwritten in place"):
+            f["first"]
+
+
+def test_a_layer_that_begins_to_work_in_place_itself_is_told_apart_in_the_next_forward(x):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+    with torch.no_grad(), features(model, "*") as f:
+        for _ in range(2):
+            model(x.clone())
+        model[0].inplace = True
+        model(x.clone())
+        with pytest.raises(
+            RuntimeError, match="works in place itself, and did not before: then run the model again"
+        ):
+            f["0"]
+        for _ in range(2):
+            model(x.clone())
+            assert torch.equal(f["0"], x.relu())
+
+
+def test_what_the_user_edits_is_found(steady, x):
+    model, f, own = steady
+    model(x)
+    f["first"].add_(1)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        f["first"]
+    model(x)
+    assert torch.equal(f["first"], own.first(x))
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_an_input_that_has_been_edited_can_come_out_of_a_layer(by_keyword, x):
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    call = (lambda x: model(input=x)) if by_keyword else model
+    with torch.no_grad(), features(model, "*") as f:
+        for _ in range(2):
+            call(x)
+        edited = x.clone()
+        edited[0] = 7.0
+        for given in (edited, x, edited):
+            call(given)
+            assert torch.equal(f["0"], given)
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_an_input_with_a_graph_does_not_keep_it_alive(by_keyword, x):
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    call = (lambda x: model(input=x)) if by_keyword else model
+    saved = []
+    with torch.no_grad(), features(model, "*") as f:
+        for _ in range(2):
+            call(x)
+        with torch.enable_grad():
+            saved.append(weakref.ref(base := x.clone().requires_grad_()))
+            given = base.exp() + 0
+        call(given)
+        assert torch.equal(f["0"], given)
+        del base, given
+        assert saved[0]() is None
+        assert not f["0"].requires_grad
+
+
+@pytest.mark.parametrize("part", ["buffer", "attribute", "slice", "parameter"])
+def test_weights_and_buffers_that_a_layer_returns_may_be_edited_between_forwards(part, x):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("buffer", torch.zeros(4))
+            self.parameter = nn.Parameter(torch.zeros(4))
+            self.attribute = torch.zeros(4)
+
+        def forward(self, x):
+            return self.buffer[:4] if part == "slice" else getattr(self, part)
+
+    model = Changeable()
+    model.first = Table()
+    model.step = lambda first, second, x: second(x) + first(x)
+    table = getattr(model.first, "buffer" if part == "slice" else part)
+    with torch.no_grad(), features(model, "first", "second") as f:
+        for step in range(4):
+            model(x)
+            assert torch.equal(f["first"], torch.full((4,), float(step)))
+            assert torch.equal(f["second"], nn.functional.linear(x, model.second.weight, model.second.bias))
+            table.add_(1)
+
+
+@pytest.mark.parametrize("other", ["enable_grad", "inference_mode"])
+def test_modes_may_change_from_one_forward_to_the_next(steady, other, x):
+    model, f, own = steady
+    for _ in range(2):
+        with getattr(torch, other)():
+            model(x)
+            assert torch.equal(f["first"], own.first(x))
+            assert not f["first"].requires_grad
+        model(x)
+        assert torch.equal(f["first"], own.first(x))
+
+
+def test_calls_outside_a_forward_a_run_and_an_error_in_between(steady, x):
+    model, f, own = steady
+    model.first(x * 2)
+    assert list(map(len, f.calls.values())) == [1, 1]
+    assert torch.equal(f["first"], own.first(x * 2))
+    model(x)
+    assert torch.equal(f["first"], own.first(x))
+    model.first(x * 3)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(torch.ones(3, 5))
+    assert list(f) == []
+    model.first(x * 4)
+    assert torch.equal(f["first"], own.first(x * 4))
+    model(x)
+    assert torch.equal(f["second"], own.second(own.first(x)))
+    assert f.run(x * 5) is f
+    assert torch.equal(f["first"], own.first(x * 5))
+    model(x)
+    model(x)
+    assert list(map(len, f.calls.values())) == [1, 1]
+
+
+def test_a_forward_that_calls_the_model_again_counts_as_one(steady, x):
+    model, f, _own = steady
+    plain = model.step
+
+    def twice(first, second, x):
+        model.step = plain
+        try:
+            return model(x) + second(first(x))
+        finally:
+            model.step = twice
+
+    model.step = twice
+    for _ in range(2):
+        model(x)
+        assert list(map(len, f.calls.values())) == [2, 2]
+    model.step = plain
+    for _ in range(3):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]
+
+
+def test_a_forward_interrupted_from_the_keyboard_is_over(steady, x):
+    model, f, _own = steady
+    plain = model.step
+
+    def interrupted(first, second, x):
+        first(x)
+        raise KeyboardInterrupt
+
+    model.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model.step = plain
+    for _ in range(3):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]
+
+
+def test_a_graph_made_inside_is_let_go_and_what_was_computed_twice_is_not_counted(steady, x):
+    model, f, own = steady
+    plain = model.step
+
+    def trains(first, second, x, again=True):
+        with torch.enable_grad():
+            inner = checkpoint(first, x, use_reentrant=False) if again else first(x)
+            inner.sum().backward()
+        return second(inner.detach())
+
+    model.step = lambda *args: trains(*args, again=False)
+    model(x)
+    assert torch.equal(f["first"], own.first(x))
+    assert not any(record[1].requires_grad for record in f._log)
+    model.step = trains
+    for _ in range(3):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]
+    model.step = plain
+    model(x)
+    assert list(map(len, f.calls.values())) == [1, 1]
+
+
+def test_a_recomputation_that_was_not_to_be_expected_is_announced_and_then_not_counted(steady, x):
+    model, f, own = steady
+
+    def trains(first, second, x):
+        with torch.enable_grad():
+            inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
+            inner.sum().backward()
+        return second(inner.detach())
+
+    model.step = trains
+    model(x)
+    with pytest.raises(
+        RuntimeError, match="what was computed twice in it cannot be told; run the model again"
+    ):
+        f["first"]
+    with pytest.raises(KeyError, match="was not asked for"):
+        f["third"]
+    for _ in range(3):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]
+        assert torch.equal(f["first"], own.first(x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_torch_jit_traces_the_model_alone_after_forwards_without_grad(steady, x):
+    model, _f, _own = steady
+    with torch.enable_grad():
+        traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+    assert "detach" not in str(traced.inlined_graph)
+
+
+def test_copies_and_removal_after_forwards_without_grad(steady, x):
+    model, f, own = steady
+    model(x)
+    twin = copy.deepcopy(f)
+    again = pickle.loads(pickle.dumps(f))
+    model(x * 2)
+    f.remove()
+    model(x * 3)
+    for kept, given in ((twin, x), (again, x), (f, x * 2)):
+        assert torch.equal(kept["first"], own.first(given))
+
+
+def test_forwards_in_other_threads_are_seen_too(steady, x):
+    model, f, own = steady
+
+    def forward():
+        with torch.no_grad():
+            model(x * 2)
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    thread.join()
+    assert torch.equal(f["first"], own.first(x * 2))
+    for _ in range(2):
+        model(x)
+        assert torch.equal(f["first"], own.first(x))
+    entered, go_on = threading.Event(), threading.Event()
+    plain = model.step
+
+    def waits(first, second, x):
+        inner = first(x)
+        if threading.current_thread() is other:
+            entered.set()
+            go_on.wait(30)
+        return second(inner)
+
+    other = threading.Thread(target=forward)
+    model.step = waits
+    other.start()
+    entered.wait(30)
+    model(x)
+    go_on.set()
+    other.join()
+    assert list(map(len, f.calls.values())) == [2, 2]
+    model.step = plain
+    for _ in range(2):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]

@@ -1,5 +1,8 @@
 """Module hooks on random trees of modules: random nesting of outputs, in-place layers, repeats, failures, removals."""
 
+import contextlib
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -193,3 +196,51 @@ def test_whatever_the_order_of_removal_only_the_own_hooks_go(model, order):
     assert [hook.owner for hook in hooks_on(model)] == ["user"]
     user.remove()
     assert hooks_on(model) == []
+
+
+def by_hand_with_versions(model, x):
+    """Every finished call: name, its tensors, their versions then, and copies of them."""
+    calls, handles = [], []
+    for name, module in model.named_modules():
+
+        def hook(module, args, output, name=name):
+            tensors = list(tensors_in(output))
+            calls.append(
+                (name, tensors, [t._version for t in tensors], [t.detach().clone() for t in tensors])
+            )
+
+        handles.append(module.register_forward_hook(hook))
+    with contextlib.suppress(Failure):
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+@settings(max_examples=150, deadline=None)
+@given(model=trees, edited=st.lists(booleans, min_size=3, max_size=4))
+def test_each_forward_without_grad_is_told_apart_from_what_was_overwritten(model, edited):
+    """Whatever the forwards before it were like: after some of them outputs are no longer looked at."""
+    with torch.no_grad(), features(model, *everything(model)) as f:
+        for edit in edited:
+            x = torch.linspace(-1, 1, 6).reshape(2, 3)
+            if edit:
+                x[0] = 2.0
+            calls = by_hand_with_versions(model, x.clone() if edit else x)
+            with contextlib.suppress(Failure):
+                model(x)
+            assert set(f) == {name for name, *_ in calls}
+            for name in f:
+                own = [call[1:] for call in calls if call[0] == name]
+                if all(
+                    t._version == version
+                    for tensors, versions, _ in own
+                    for t, version in zip(tensors, versions, strict=True)
+                ):
+                    kept = f.calls[name]
+                    assert len(kept) == len(own)
+                    for output, (_, _, copies) in zip(kept, own, strict=True):
+                        assert all(map(torch.equal, tensors_in(output), copies))
+                else:
+                    with pytest.raises(RuntimeError, match="overwritten"):
+                        f.calls[name]

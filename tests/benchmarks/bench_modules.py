@@ -4,6 +4,7 @@
 """
 
 import copy
+import math
 import random
 import statistics
 import sys
@@ -12,7 +13,7 @@ from functools import partial
 
 import torch
 import torchvision
-from interleaved import medians, report
+from interleaved import in_processes, mean_and_error, medians, report
 from peers import PEERS, Unfit, bare_features, bare_mean_std
 from torch import nn
 
@@ -67,33 +68,38 @@ def hooked(use: Callable) -> Callable:
     return make
 
 
-def compare_forwards(title: str, build: Callable, rounds: int, repeat: int, copies: int = 1) -> list[bool]:
-    """Every way to keep the outputs of the same layers, each on a copy of the same model.
+MAKERS: dict[str, Callable] = {
+    "plain": lambda model, names, x: partial(model, x),
+    "plain, an identical copy": lambda model, names, x: partial(model, x),
+    "bare dict + detach": lambda *args: bare_features(*args)[0],
+    "bare mean + std": lambda *args: bare_mean_std(*args)[0],
+    "hooklab features": hooked(features),
+    "hooklab layer_statistics": hooked(layer_statistics),
+    "hooklab verbose": hooked(partial(verbose, write=[].append)),
+    "hooklab verbose, every module": lambda model, names, x: hooked(partial(verbose, write=[].append))(
+        model, ["", "**"], x
+    ),
+    **PEERS,
+}
+
+
+def time_forwards(
+    build: Callable, rounds: int, repeat: int, copies: int, seed: int
+) -> tuple[dict[str, float], dict[str, str], dict[str, str]]:
+    """Seconds of one forward for every way to keep the outputs of the same layers, each on a copy of the same model.
 
     Where modules and hooks come to lie in memory is worth a few percent of a small model: of each contender
-    `copies` are made, in a random order, and their mean counts. The weights are the same ones for all.
+    `copies` are made, in a random order, and their mean counts. The weights are the same ones for all. Also returns
+    who is missing and who is unfit, each with the reason.
     """
     model, x, names = build()
-    makers: dict[str, Callable] = {
-        "plain": lambda model, names, x: partial(model, x),
-        "plain, an identical copy": lambda model, names, x: partial(model, x),
-        "bare dict + detach": lambda *args: bare_features(*args)[0],
-        "bare mean + std": lambda *args: bare_mean_std(*args)[0],
-        "hooklab features": hooked(features),
-        "hooklab layer_statistics": hooked(layer_statistics),
-        "hooklab verbose": hooked(partial(verbose, write=[].append)),
-        "hooklab verbose, every module": lambda model, *_: hooked(partial(verbose, write=[].append))(
-            model, ["", "**"], x
-        ),
-        **PEERS,
-    }
     contenders: dict[tuple[str, int], Callable] = {}
     missing, unfit = {}, {}
-    todo = [(name, number) for name in makers for number in range(copies)]
-    random.Random(0).shuffle(todo)
+    todo = [(name, number) for name in MAKERS for number in range(copies)]
+    random.Random(seed).shuffle(todo)
     for name, number in todo:
         try:
-            contenders[name, number] = makers[name](twin(model), names, x)
+            contenders[name, number] = MAKERS[name](twin(model), names, x)
         except ModuleNotFoundError as error:
             missing[name] = str(error)
         except Unfit as error:
@@ -104,40 +110,57 @@ def compare_forwards(title: str, build: Callable, rounds: int, repeat: int, copi
     assert contenders["hooklab layer_statistics", 0]()[names[0]].calls > 1
     seconds = {
         name: statistics.mean(each[name, number] for number in range(copies))
-        for name in makers
+        for name in MAKERS
         if (name, 0) in each
     }
-    plain = seconds["plain"]
-    print(f"{title}: {len(names)} layers, forward under no_grad, {torch.get_num_threads()} thread")
-    for name, value in sorted(seconds.items(), key=lambda item: item[1]):
-        added = (value - plain) / len(names) * 1e6
-        print(f"  {name:38} {value * 1e6:10.0f} us   {value / plain:6.3f} x plain   {added:8.2f} us/layer")
+    return seconds, missing, unfit
+
+
+def compare_forwards(
+    title: str, build: Callable, rounds: int, repeat: int, copies: int, processes: int
+) -> list[bool]:
+    """A table of `time_forwards`, and the budgets; ratios are taken in each process, and their mean counts."""
+    runs = in_processes(partial(time_forwards, build, rounds, repeat, copies), processes)
+    _, missing, unfit = runs[0]
+    found = [seconds for seconds, _, _ in runs]
+    names = build()[-1]
+    print(f"{title}: {len(names)} layers, forward under no_grad, 1 thread, {processes} processes")
+    plain = statistics.mean(seconds["plain"] for seconds in found)
+    table = {
+        name: mean_and_error([seconds[name] / seconds["plain"] for seconds in found]) for name in found[0]
+    }
+    for name, (ratio, error) in sorted(table.items(), key=lambda item: item[1]):
+        added = (ratio - 1) * plain / len(names) * 1e6
+        print(
+            f"  {name:38} {ratio * plain * 1e6:10.0f} us   {ratio:6.3f} ± {error:.3f} x plain   {added:8.2f} us/layer"
+        )
     for error in unfit.values():
         print(f"  left out: {error}")
     for name, error in missing.items():
         print(f"  MISSING: {name} ({error}); no budget against it was looked at")
+
+    def against(what: str, other: str, budget: float) -> bool:
+        ratio, error = mean_and_error([seconds[what] / seconds[other] for seconds in found])
+        return report(f"{what} / {other}", ratio, budget, error=error)
+
     kept = [
-        report(
-            "features / bare dict + detach", seconds["hooklab features"] / seconds["bare dict + detach"], 1.05
-        )
+        against("hooklab features", "bare dict + detach", 1.05),
+        against("hooklab layer_statistics", "bare mean + std", 1.0),
     ]
-    kept.append(
-        report(
-            "layer_statistics (five figures) / bare mean + std",
-            seconds["hooklab layer_statistics"] / seconds["bare mean + std"],
-            1.0,
-        )
-    )
     for name in MUST_BEAT:
-        if name in seconds:
-            kept.append(report(f"features / {name}", seconds["hooklab features"] / seconds[name], 1.0))
+        if name in found[0]:
+            kept.append(against("hooklab features", name, 1.0))
         elif name not in unfit:
             kept.append(False)
-    if "torchinfo" in seconds:
-        ratio = (seconds["hooklab verbose"] - plain) / (seconds["torchinfo"] - plain)
-        kept.append(report("overhead of verbose to a list / overhead of torchinfo", ratio, 0.1))
-        ratio = (seconds["hooklab verbose, every module"] - plain) / (seconds["torchinfo"] - plain)
-        print(f"the same of every module, as torchinfo does (no budget) {ratio:13.3f} x")
+    if "torchinfo" in found[0]:
+        for name, budget in {"hooklab verbose": 0.1, "hooklab verbose, every module": math.inf}.items():
+            ratio, error = mean_and_error(
+                [
+                    (seconds[name] - seconds["plain"]) / (seconds["torchinfo"] - seconds["plain"])
+                    for seconds in found
+                ]
+            )
+            kept.append(report(f"overhead of {name} / of torchinfo", ratio, budget, error=error))
     return kept
 
 
@@ -174,7 +197,7 @@ def gradients_of_activations(copies: int = 5) -> list[bool]:
     """As in `compare_forwards`, `copies` of each contender."""
     model, x, names = mlp()
     x = x.requires_grad_()
-    copied, shared = "features(keep=with_grad)", "the same with copy=False"
+    copied, shared = "features(keep=with_grad), which copies", "features(keep=with_grad, copy=False)"
     makers: dict[str, Callable] = {
         "plain": lambda model, names: {},
         "forward hook + tensor hook by hand": by_hand(copying=False),
@@ -198,7 +221,11 @@ def gradients_of_activations(copies: int = 5) -> list[bool]:
     print("gradients of all 24 activations, forward and backward of the MLP")
     for name, value in seconds.items():
         print(f"  {name:38} {value * 1e6:10.0f} us   {value / seconds['plain']:6.3f} x plain")
-    return [report(f"{way} / plain", seconds[way] / seconds["plain"], 1.25) for way in (shared, copied)]
+    by_hand_too = "the same, with a copy of the output"
+    return [
+        report(f"{shared} / plain", seconds[shared] / seconds["plain"], 1.25),
+        report(f"{copied} / {by_hand_too}", seconds[copied] / seconds[by_hand_too], 1.0),
+    ]
 
 
 def early_stop() -> list[bool]:
@@ -274,9 +301,9 @@ def spread(costs: dict[int, float]) -> float:
 
 def main() -> bool:
     kept = gradients_of_activations()
-    kept += compare_forwards("24-layer tiny MLP", mlp, rounds=40, repeat=10, copies=5)
-    kept += compare_forwards("20-block conv net", conv_net, rounds=24, repeat=3, copies=6)
-    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=15, repeat=1, copies=3)
+    kept += compare_forwards("24-layer tiny MLP", mlp, rounds=8, repeat=30, copies=5, processes=8)
+    kept += compare_forwards("20-block conv net", conv_net, rounds=16, repeat=2, copies=6, processes=8)
+    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=8, repeat=1, copies=3, processes=6)
     kept += early_stop() + other_modes() + growth()
     return all(kept)
 
