@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["CHUNK", "FLOATS", "careful", "merged", "per_thread", "plain", "unbatched"]
 
 CHUNK = 262_144  # numbers: few calls, and 2.3 MiB of scratch memory for each thread
-ONE_PASS = 32_768  # numbers: above, amin and amax are faster than aminmax, which runs once
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHAPES = 64
@@ -103,23 +102,24 @@ class Scratch:
         number, wide, wide_shaped, nonzero, nonzero_array = self.views.get(shape) or self._views(shape)
         self.busy = True
         try:
+            # What reads `part` comes first, while it is in the cache.
             wide_shaped.copy_(part)
+            lowest, highest = aminmax(part)
+            low, high = lowest.item(), highest.item()
+            zeros = 0.0
+            if low <= 0 <= high:
+                nonzero.copy_(part)
+                zeros = number - int(count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
             squares = wide.dot(wide).item()
             if not squares < math.inf:
                 return None
             mean = wide.sum().item() / number
             spread = squares - mean * mean * number
-            lowest, highest = aminmax(part) if number <= ONE_PASS else (part.amin(), part.amax())
-            low, high = lowest.item(), highest.item()
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:
                 wide.sub_(mean)
                 spread = wide.dot(wide).item()
-            zeros = 0.0
-            if low <= 0 <= high:
-                nonzero.copy_(part)
-                zeros = number - int(count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
             return number, mean, spread, zeros, 0, 0, low, high
         finally:
             self.busy = False
