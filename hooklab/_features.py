@@ -57,6 +57,7 @@ class Features(Installed, Outputs):
         )
         self._steady = True  # False once a forward was no longer so
         self._looked = False  # at an output of this forward, twice
+        self._vain = 0  # forwards that were not so, one after the other
         self._thread = 0  # the one that `run` was called in
         self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
@@ -305,10 +306,15 @@ class Features(Installed, Outputs):
     # version.
 
     def _learn(self, args: tuple, output: Any) -> None:
-        """A forward has ended: were all its outputs such tensors?"""
-        like = self._detaches and self._steady and self._quick == [False] and not self._looked
-        fresh = like and next_node() == self._node and all_new(self._log, (*args, output))
-        self._usual = len(self._log) if fresh else 0
+        """A forward has ended: were all its outputs such tensors? After vain looks it is looked less and less often."""
+        self._usual = 0
+        if not (self._detaches and self._steady and self._quick == [False] and not self._looked):
+            return
+        again = self._vain & (self._vain - 1) == 0  # 0 or a power of two
+        if again and next_node() == self._node and all_new(self._log, (*args, output)):
+            self._usual, self._vain = len(self._log), 0
+        else:
+            self._vain += 1
 
     def _look_again(self) -> None:
         self._usual = 0
