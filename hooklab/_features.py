@@ -93,7 +93,6 @@ class Features(Installed, Outputs):
             super().remove()
         finally:
             self._within.clear()  # it may lead to what a call was given
-            self._usual = 0
             self._no_shortcuts()  # a forward may have been interrupted, or be running
             if self._model is not None:  # it may go, what was kept stays
                 for names in [names for _, names in self._groups if not self._forwards]:

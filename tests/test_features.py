@@ -1917,39 +1917,53 @@ def test_what_the_user_edits_is_found(steady, x):
     assert torch.equal(f["first"], own.first(x))
 
 
-@pytest.mark.parametrize("by_keyword", [False, True])
-def test_an_input_that_has_been_edited_can_come_out_of_a_layer(by_keyword, x):
-    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
-    call = (lambda x: model(input=x)) if by_keyword else model
+@pytest.fixture
+def passes():
+    """A model whose first layer returns its input, its features after two forwards without grad, and that input."""
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(4, 4)), torch.ones(3, 4)
     with torch.no_grad(), features(model, "*") as f:
         for _ in range(2):
-            call(x)
-        edited = x.clone()
-        edited[0] = 7.0
-        for given in (edited, x, edited):
-            call(given)
-            assert torch.equal(f["0"], given)
+            model(x)
+        assert f._assumed
+        yield model, f, x
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_an_input_with_a_graph_does_not_keep_it_alive(by_keyword, x):
-    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+def test_an_input_that_has_been_edited_can_come_out_of_a_layer(passes, by_keyword):
+    model, f, x = passes
     call = (lambda x: model(input=x)) if by_keyword else model
-    saved = []
-    with torch.no_grad(), features(model, "*") as f:
-        for _ in range(2):
-            call(x)
-        with torch.enable_grad():
-            saved.append(weakref.ref(base := x.clone().requires_grad_()))
-            given = base.exp() + 0
+    edited = x.clone()
+    edited[0] = 7.0
+    for given in (x, edited, x, edited):
         call(given)
         assert torch.equal(f["0"], given)
-        del base, given
-        assert saved[0]() is None
-        assert not f["0"].requires_grad
 
 
-@pytest.mark.parametrize("part", ["buffer", "attribute", "slice", "parameter"])
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_an_input_with_a_graph_does_not_keep_it_alive(passes, by_keyword):
+    model, f, x = passes
+    call = (lambda x: model(input=x)) if by_keyword else model
+    with torch.enable_grad():
+        base = x.clone().requires_grad_()
+        given = base.exp() + 0
+    alive = weakref.ref(base)
+    call(given)
+    assert torch.equal(f["0"], given)
+    del base, given
+    assert alive() is None
+    assert not f["0"].requires_grad
+
+
+def test_a_list_as_input_is_looked_into(passes):
+    model, f, x = passes
+    model[0].forward = lambda parts: parts[0]
+    for step in range(4):
+        x.fill_(step)
+        model([x])
+        assert torch.equal(f["0"], x)
+
+
+@pytest.mark.parametrize("part", ["buffer", "attribute", "slice", "parameter", "slice of the parameter"])
 def test_weights_and_buffers_that_a_layer_returns_may_be_edited_between_forwards(part, x):
     class Table(nn.Module):
         def __init__(self):
@@ -1959,12 +1973,13 @@ def test_weights_and_buffers_that_a_layer_returns_may_be_edited_between_forwards
             self.attribute = torch.zeros(4)
 
         def forward(self, x):
-            return self.buffer[:4] if part == "slice" else getattr(self, part)
+            whole = getattr(self, part.removeprefix("slice of the ").replace("slice", "buffer"))
+            return whole[:4] if "slice" in part else whole
 
     model = Changeable()
     model.first = Table()
     model.step = lambda first, second, x: second(x) + first(x)
-    table = getattr(model.first, "buffer" if part == "slice" else part)
+    table = getattr(model.first, "parameter" if "parameter" in part else part.replace("slice", "buffer"))
     with torch.no_grad(), features(model, "first", "second") as f:
         for step in range(4):
             model(x)
@@ -2089,6 +2104,118 @@ def test_a_recomputation_that_was_not_to_be_expected_is_announced_and_then_not_c
         model(x)
         assert list(map(len, f.calls.values())) == [1, 1]
         assert torch.equal(f["first"], own.first(x))
+
+
+def test_who_makes_a_graph_now_and_then_is_announced_once(steady, x):
+    model, f, own = steady
+    plain = model.step
+
+    def trains(first, second, x):
+        with torch.enable_grad():
+            inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
+            inner.sum().backward()
+        return second(inner.detach())
+
+    model.step = trains
+    model(x)
+    with pytest.raises(RuntimeError, match="run the model again"):
+        f["first"]
+    for _ in range(3):
+        for step in plain, trains:
+            model.step = step
+            model(x)
+            assert list(map(len, f.calls.values())) == [1, 1]
+            assert torch.equal(f["first"], own.first(x))
+
+
+def test_who_makes_graphs_from_the_first_forward_on_is_never_announced(x):
+    model = Changeable()
+
+    def trains(first, second, x):
+        with torch.enable_grad():
+            inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
+            inner.sum().backward()
+        return second(inner.detach())
+
+    def makes_a_graph(first, second, x):
+        with torch.enable_grad():
+            x.clone().requires_grad_().exp()
+        return second(first(x))
+
+    with torch.no_grad(), features(model, "first", "second") as f:
+        for step in makes_a_graph, trains, makes_a_graph, trains:
+            model.step = step
+            model(x)
+            assert list(map(len, f.calls.values())) == [1, 1]
+
+
+def test_a_forward_without_grad_that_a_checkpoint_computes_again_counts_once(steady, x):
+    model, f, own = steady
+    x = x.clone().requires_grad_()
+
+    def step(x):
+        with torch.no_grad():
+            target = model(x.detach().clone())
+        return (x.exp() - target).exp()
+
+    with torch.enable_grad():
+        loss = checkpoint(step, x, use_reentrant=False).sum()
+    assert f._assumed
+    kept = f["first"]
+    loss.backward()
+    assert f["first"] is kept
+    assert torch.equal(kept, own.first(x))
+
+
+def test_run_ends_early_after_forwards_without_grad(steady, x):
+    model, f, own = steady
+    plain, after = model.step, []
+
+    def goes_on(first, second, x):
+        output = plain(first, second, x)
+        after.append(1)
+        return output
+
+    model.step = goes_on
+    for factor in (1, 2):
+        assert torch.equal(f.run(x * factor)["first"], own.first(x * factor))
+        assert after == []
+    model(x)
+    assert after == [1]
+
+
+def test_a_stranger_in_the_middle_of_a_forward_without_grad_is_not_noted(steady, x):
+    model, f, own = steady
+    plain, first_done, go_on = model.step, threading.Event(), threading.Event()
+
+    def stops_halfway(first, second, x):
+        inner = first(x)
+        if threading.current_thread() is stranger:
+            first_done.set()
+            go_on.wait(30)
+        elif go_on not in waited:
+            waited.append(go_on)
+            go_on.set()
+            stranger.join()
+        return second(inner)
+
+    def run():
+        with torch.no_grad(), features(model, "second") as others:
+            others.run(x * 9)
+
+    waited = []
+    stranger = threading.Thread(target=run)
+    model.step = stops_halfway
+    stranger.start()
+    first_done.wait(30)
+    model(x)
+    assert list(map(len, f.calls.values())) == [1, 1]
+    assert torch.equal(f["second"], own.second(own.first(x)))
+    model.step = plain
+    for _ in range(3):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]
+    assert f._assumed
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
