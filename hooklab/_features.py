@@ -241,8 +241,8 @@ class Features(Installed, Outputs):
             self._fresh.append(next_node())
             running.append(thread)
             return
-        if self._fresh:  # this forward calls the model again, or another thread does, or it was interrupted
-            if self._fresh[0] != next_node():
+        if self._fresh:  # that forward calls the model again, or another thread does, or it was interrupted
+            if thread == self._home and called_by_itself(module) and self._fresh[0] != next_node():
                 self._doubt()
             self._fresh.clear()
         if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
@@ -280,10 +280,10 @@ class Features(Installed, Outputs):
         thread, running = get_ident(), self._running
         if self._fresh and thread in running:
             running.clear()
-            if self._fresh[0] == next_node():
-                self._fresh.clear()
-            else:
+            if self._fresh[0] != next_node():
+                self._doubtful = len(self._log) != self._usual
                 self._doubt()
+            self._fresh.clear()
             return
         if thread in self._strangers and not called_by_itself(module):
             self._strangers.discard(thread)
@@ -319,16 +319,14 @@ class Features(Installed, Outputs):
         self._usual = 0
 
     def _doubt(self) -> None:
-        """A graph was made after all: let it go, and believe the calls only if they are as many as ever."""
+        """A graph was made after all: let it go. Calls are believed only if they are as many as ever."""
         records = [
             (name, kept.detach() if kept.__class__ is Tensor else kept, version)
             for name, kept, version in self._log
         ]
-        self._doubtful = len(records) != self._usual
-        self._steady, self._usual = False, 0
         self._log.clear()
         self._log.extend(records)
-        self._fresh.clear()
+        self._steady, self._usual = False, 0
 
     def _why_silent(self, name: str) -> str:
         watched = [module for module, names in self._groups if name in names]

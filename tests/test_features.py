@@ -2054,10 +2054,13 @@ def test_a_forward_interrupted_from_the_keyboard_is_over(steady, x):
     model.step = interrupted
     with pytest.raises(KeyboardInterrupt):
         model(x)
+    with torch.enable_grad():
+        x.clone().requires_grad_().exp()
     model.step = plain
     for _ in range(3):
         model(x)
         assert list(map(len, f.calls.values())) == [1, 1]
+    assert f._assumed
 
 
 def test_a_graph_made_inside_is_let_go_and_what_was_computed_twice_is_not_counted(steady, x):
@@ -2211,6 +2214,35 @@ def test_a_stranger_in_the_middle_of_a_forward_without_grad_is_not_noted(steady,
     model(x)
     assert list(map(len, f.calls.values())) == [1, 1]
     assert torch.equal(f["second"], own.second(own.first(x)))
+    model.step = plain
+    for _ in range(3):
+        model(x)
+        assert list(map(len, f.calls.values())) == [1, 1]
+    assert f._assumed
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_another_thread_that_begins_in_the_middle_of_a_forward_without_grad_is_noted(steady, x, grad):
+    model, f, own = steady
+    plain, others = model.step, []
+
+    def forward():
+        with torch.set_grad_enabled(grad):
+            model(x * 2)
+
+    def starts_another(first, second, x):
+        inner = first(x)
+        if not others:
+            others.append(threading.Thread(target=forward))
+            others[0].start()
+            others[0].join()
+        return second(inner)
+
+    model.step = starts_another
+    model(x)
+    assert list(map(len, f.calls.values())) == [2, 2]
+    assert torch.equal(f.calls["second"][0], own.second(own.first(x * 2)))
+    assert not any(tensor.requires_grad for calls in f.calls.values() for tensor in calls)
     model.step = plain
     for _ in range(3):
         model(x)
