@@ -151,7 +151,9 @@ def features(
         ValueError: no pattern, or a layer that has no forward.
         RuntimeError: on reading a feature that a later layer has overwritten in place. The version counter shows it;
             inference tensors have none, and only a change of their shape is found. Of what `keep` takes out of the tensor
-            (`t.numpy()`, `t.data`) no edit is found: copy it there. Also when entered again after its hooks were removed.
+            (`t.numpy()`, `t.data`) no edit is found: copy it there. After a forward without grad that made a graph inside, and
+            returned another number of outputs than those before it, which made none: run the model again. Also when entered
+            again after its hooks were removed.
 
     Compile a model inside the block: what is compiled is interrupted at each hook, which `fullgraph=True` refuses. One
     that is compiled already may ignore hooks; a warning says so, at the end of the block where the compiled one is

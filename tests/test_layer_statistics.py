@@ -332,6 +332,24 @@ def test_a_gradient_that_is_none_is_not_counted(model):
     assert list(stats) == ["0"]
 
 
+def test_threads_that_count_large_tensors_and_read_lose_no_count():
+    model, tensors = nn.Identity(), [torch.randn(STAGED + number) for number in range(4)]
+
+    def count(tensor):
+        for _ in range(100):
+            model(tensor)
+            assert stats[""].calls
+
+    with layer_statistics(model, "") as stats:
+        threads = [threading.Thread(target=count, args=(tensor,)) for tensor in tensors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert stats[""].calls == 400
+    assert_exact(stats[""], [tensor for tensor in tensors for _ in range(100)])
+
+
 def test_threads_lose_no_count(model):
     x = torch.randn(50, 4)
     with layer_statistics(model, "1") as stats:
