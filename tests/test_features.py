@@ -1858,6 +1858,14 @@ class Changeable(nn.Module):
         return self.step(self.first, self.second, x, **others)
 
 
+def recomputes(first, second, x):
+    """A step of `Changeable` in which a checkpoint calls the first layer twice."""
+    with torch.enable_grad():
+        inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
+        inner.sum().backward()
+    return second(inner.detach())
+
+
 @pytest.fixture
 def steady():
     """A model, its features after two forwards without grad, and a copy of the model that nobody watches."""
@@ -2089,13 +2097,7 @@ def test_a_graph_made_inside_is_let_go_and_what_was_computed_twice_is_not_counte
 def test_a_recomputation_that_was_not_to_be_expected_is_announced_and_then_not_counted(steady, x):
     model, f, own = steady
 
-    def trains(first, second, x):
-        with torch.enable_grad():
-            inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
-            inner.sum().backward()
-        return second(inner.detach())
-
-    model.step = trains
+    model.step = recomputes
     model(x)
     with pytest.raises(
         RuntimeError, match="what was computed twice in it cannot be told; run the model again"
@@ -2113,18 +2115,12 @@ def test_who_makes_a_graph_now_and_then_is_announced_once(steady, x):
     model, f, own = steady
     plain = model.step
 
-    def trains(first, second, x):
-        with torch.enable_grad():
-            inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
-            inner.sum().backward()
-        return second(inner.detach())
-
-    model.step = trains
+    model.step = recomputes
     model(x)
     with pytest.raises(RuntimeError, match="run the model again"):
         f["first"]
     for _ in range(3):
-        for step in plain, trains:
+        for step in plain, recomputes:
             model.step = step
             model(x)
             assert list(map(len, f.calls.values())) == [1, 1]
@@ -2134,19 +2130,13 @@ def test_who_makes_a_graph_now_and_then_is_announced_once(steady, x):
 def test_who_makes_graphs_from_the_first_forward_on_is_never_announced(x):
     model = Changeable()
 
-    def trains(first, second, x):
-        with torch.enable_grad():
-            inner = checkpoint(lambda x: first(x).exp(), x, use_reentrant=False)
-            inner.sum().backward()
-        return second(inner.detach())
-
     def makes_a_graph(first, second, x):
         with torch.enable_grad():
             x.clone().requires_grad_().exp()
         return second(first(x))
 
     with torch.no_grad(), features(model, "first", "second") as f:
-        for step in makes_a_graph, trains, makes_a_graph, trains:
+        for step in makes_a_graph, recomputes, makes_a_graph, recomputes:
             model.step = step
             model(x)
             assert list(map(len, f.calls.values())) == [1, 1]
