@@ -105,12 +105,21 @@ def examine_peek(answer):
         _examine_run(answer(model, name, x), calls, want, model, name, shape)
         _examine_traces(model, before)
         _examine_failing(answer, name)
-    deep = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh()), nn.Linear(5, 2))
-    try:
-        shape = answer(deep, "0.0", torch.ones(4, 3))[1]
-    except Exception:  # all names without a dot were found
-        shape = None
-    if shape != (4, 5):
+    deep = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)), nn.Linear(7, 2))
+    found = []
+    for name in ("0", "0.0"):
+        try:
+            found.append(answer(deep, name, torch.ones(4, 3))[1])
+        except Exception:  # all names without a dot were found
+            found.append(None)
+    if found[0] != (4, 7):
+        refuse(
+            "another_of_the_name",
+            zh=f"模型的子模块 `0` 里还有一个叫 `0` 的：`name` 是 `0` 时，输出形状应当是 `(4, 7)`，得到的是 `{found[0]}`。名字要从模型数起，整个一样才算。",
+            en=f"Inside the submodule `0` of the model there is another `0`: with `name` `0` the shape is `(4, 7)`; found `{found[0]}`. A "
+            "name counts from the model, and as a whole.",
+        )
+    if found[1] != (4, 5):
         refuse(
             "direct_children",
             zh="名字可以带点：`0.0` 是子模块 `0` 里面的子模块 `0`，你的函数没有找到它。看看提示里的 `get_submodule`。",
@@ -195,6 +204,8 @@ def _examine_forward(model):
 
 def _examine_failing(answer, name):
     model, raised = _Net(fails=True), None
+    for part in (model, model.get_submodule(name)):
+        part.register_forward_hook(lambda *args: None)
     before = hooks_on(model)
     try:
         answer(model, name, torch.ones(1, 3))
@@ -206,6 +217,13 @@ def _examine_failing(answer, name):
             zh="前向中途出错时，取下钩子的那一行没有执行到。想想 Python 里怎样保证“无论如何都要执行”。",
             en="When the forward fails, the line that takes the hook off is never reached. How does Python run "
             "something 'in any case'?",
+        )
+    if any(hook not in hooks_on(model) for hook in before):
+        refuse(
+            "removed_others_after_error",
+            zh="模型出错以后，原有的、不归你管的钩子也被取下了。这时也只取下你自己挂的那一个。",
+            en="After the model has failed, a hook that was there before, and is not yours, is gone too. Also then take off only the one "
+            "that you hung.",
         )
     _examine_forward(model)
     if raised is None:
@@ -312,6 +330,25 @@ def hid_the_error(model, name, x):
         return None, None
 
 
+def clears_after_an_error(model, name, x):
+    shapes = []
+    child = model.get_submodule(name)
+    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    try:
+        output = model(x)
+    except Exception:
+        child._forward_hooks.clear()
+        raise
+    handle.remove()
+    return output, shapes[0]
+
+
+def by_the_end_of_the_name(model, name, x):
+    return peek(
+        model, next(full for full, _ in reversed(list(model.named_modules())) if full.endswith(name)), x
+    )
+
+
 PEEK = Exercise(
     "00.B",
     examine_peek,
@@ -323,6 +360,8 @@ PEEK = Exercise(
         "forward_replaced": forward_replaced,
         "another_error": another_error,
         "removed_others": removed_others,
+        "removed_others_after_error": clears_after_an_error,
+        "another_of_the_name": by_the_end_of_the_name,
         "replaced_output": returned_the_shape,
         "shape_alone": lambda model, name, x: peek(model, name, x)[1],
         "raised": lambda model, name, x: peek(model, name, x.shape),

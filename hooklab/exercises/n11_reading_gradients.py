@@ -20,17 +20,15 @@ def examine_gradient_of(answer):
     for power in (3, 4):
         x = torch.randn(2, 3, requires_grad=True)
         hidden = x * 2
-        got = answer((hidden**power).sum(), hidden)
-        _examine_gradient(got, power * hidden.detach() ** (power - 1), hidden, touched=x.grad is not None)
-    leaf = torch.randn(3, requires_grad=True)
+        loss = (hidden**power).sum()
+        got = answer(loss, hidden)
+        touched = x.grad is not None or loss.retains_grad
+        _examine_gradient(got, power * hidden.detach() ** (power - 1), hidden, touched)
+    leaf, other = torch.randn(3, requires_grad=True), torch.ones(3, requires_grad=True)
     leaf.grad = torch.full((3,), 7.0)
-    got = answer((leaf**2).sum(), leaf)
-    _examine_gradient(
-        got,
-        2 * leaf.detach(),
-        leaf,
-        touched=leaf.grad is None or not torch.equal(leaf.grad, torch.full((3,), 7.0)),
-    )
+    got = answer((leaf**2 * other).sum(), leaf)
+    kept = leaf.grad is not None and torch.equal(leaf.grad, torch.full((3,), 7.0))
+    _examine_gradient(got, 2 * leaf.detach(), leaf, touched=not kept or other.grad is not None)
 
 
 def _examine_gradient(got, want, tensor, touched):
@@ -202,19 +200,32 @@ def _examine_leaf(answer):
             f"`[[3.0, 3.0], [5.0, 5.0]]`; found `{found}`. What passes through a leaf counts as well.",
         )
 
+    if leaf.grad is None or leaf.grad.tolist() != [8.0, 8.0]:
+        refuse(
+            "leaf_grad",
+            zh=f"记下的都对，可是叶子自己的 `.grad` 应当是 `[8.0, 8.0]`，现在是 `{leaf.grad if leaf.grad is None else leaf.grad.tolist()}`：只看，不要动它。",
+            en=f"What was recorded is right, but the leaf's own `.grad` should be `[8.0, 8.0]` and is "
+            f"`{leaf.grad if leaf.grad is None else leaf.grad.tolist()}`: look, and leave it alone.",
+        )
+
 
 def _examine_copy(answer):
-    y = torch.ones(2, requires_grad=True) * 2
-    gradients = answer(y)
-    y.register_hook(lambda grad: grad.mul_(100))  # a careless neighbour
-    (y * torch.tensor([3.0, 4.0])).sum().backward()
-    if gradients[0].tolist() != [3.0, 4.0]:
-        refuse(
-            "not_a_copy",
-            zh="后面的钩子原地改了梯度，你记下的值也跟着变了：要么记下的和往后流的是同一块内存（没有复制，或者把副本又 `return` 了），要么是在那个钩子之后才记的。",
-            en="A later hook edited the gradient in place and your record shows it: either what you keep and what flows on are "
-            "the same memory (no copy was made, or the hook did `return` the copy), or the note is taken after that hook.",
-        )
+    leaf = torch.ones(2, requires_grad=True)
+    one, other = leaf * 2, leaf * 3
+    # Careless neighbours: on the same tensor, on a leaf, on another that is given the same gradient.
+    for tensor, careless in ((one, one), (leaf, leaf), (other, one)):
+        gradients = answer(tensor)
+        handle = careless.register_hook(lambda grad: grad.mul_(100))
+        output = one + other if tensor is other else tensor
+        (output * torch.tensor([3.0, 4.0])).sum().backward(retain_graph=True)
+        handle.remove()
+        if gradients[0].tolist() != [3.0, 4.0]:
+            refuse(
+                "not_a_copy",
+                zh="别的钩子原地改了梯度，你记下的值也跟着变了：要么记下的和往后流的是同一块内存（没有复制，或者把副本又 `return` 了），要么是在那个钩子之后才记的。",
+                en="Another hook edited the gradient in place and your record shows it: either what you keep and what flows on are "
+                "the same memory (no copy was made, or the hook did `return` the copy), or the note is taken after that hook.",
+            )
 
 
 def _examine_freed(answer):
@@ -297,6 +308,31 @@ def never_freed(tensor):
     return gradients
 
 
+def of_the_original(tensor):
+    """Keeps the gradient itself, and lets a copy flow on."""
+    gradients = []
+
+    def hook(grad):
+        gradients.append(grad)
+        return grad.clone()
+
+    tensor.register_hook(hook)
+    return gradients
+
+
+def leaf_grad(tensor):
+    gradients = []
+
+    def take(leaf):
+        gradients.append(leaf.grad.clone())
+        leaf.grad = None
+
+    if not tensor.is_leaf:
+        return record(tensor)
+    tensor.register_post_accumulate_grad_hook(take)
+    return gradients
+
+
 def middle_only(tensor):
     return record(tensor) if not tensor.is_leaf else []
 
@@ -330,6 +366,7 @@ RECORD = Exercise(
         "wrong_type": record_numbers,
         "wrong_dtype": record_float32,
         "leaf": middle_only,
+        "leaf_grad": leaf_grad,
         "zero_for_none": zeros_left_out,
         "read_dot_grad": read_dot_grad,
         "changed": changed,
@@ -387,6 +424,14 @@ def examine_without_gradient(answer):
             zh=f"换一个模型就不对了：第二层没有用到的 `Sequential`，应当得到 `['1.weight', '1.bias']`，得到的是 `{list(found)}`。里面若有上一个模型的名字：默认参数 `=[]` 只建一次。",
             en="It fails for another model: of a `Sequential` whose second layer is not used, `['1.weight', '1.bias']` "
             f"is wanted; found `{list(found)}`. Names of an earlier model in it? A default argument `=[]` is made only once.",
+        )
+    deep = answer(nn.Sequential(nn.Sequential(nn.Linear(2, 2))))
+    if sorted(deep) != ["0.0.bias", "0.0.weight"]:
+        refuse(
+            "not_deep_enough",
+            zh=f"模型套了两层 `Sequential`，还没有跑过反向，应当得到 `['0.0.weight', '0.0.bias']`，得到的是 `{list(deep)}`：子模块里还有子模块。",
+            en=f"Of a `Sequential` inside a `Sequential`, without any backward, `['0.0.weight', '0.0.bias']` is wanted; found "
+            f"`{list(deep)}`: submodules have submodules.",
         )
 
 
@@ -455,11 +500,21 @@ def named(model, is_listed):
     return [name for name, param in model.named_parameters() if is_listed(param)]
 
 
+def of_direct_children(model):
+    found = []
+    for name, part in [("", model), *model.named_children()]:
+        for own, param in part.named_parameters(prefix=name, recurse=False):
+            if param.requires_grad and param.grad is None:
+                found.append(own)
+    return found
+
+
 WITHOUT_GRADIENT = Exercise(
     "11.C",
     examine_without_gradient,
     without_gradient,
     {
+        "not_deep_enough": of_direct_children,
         "data_grad": lambda model: named(model, lambda param: param.data.grad is None),
         "zero_counted": lambda model: named(model, lambda param: param.grad is None or not param.grad.any()),
         "frozen_counted": lambda model: named(model, lambda param: param.grad is None),

@@ -44,6 +44,7 @@ def examine_cap(answer):
     for small in (torch.tensor([0.3, -0.4]), torch.tensor([[2.0]])):
         _examine_small(hook, small, 2.0)
     _examine_small(other, torch.tensor([30.0, 40.0]), 100.0)
+    _examine_small(hook, torch.tensor([1.2, 1.2]), 2.0)  # whose sum is larger
     _examine_zero(hook)
 
 
@@ -103,7 +104,15 @@ def _examine_length(grad, got):
 
 
 def _examine_small(hook, grad, limit):
-    got = hook(grad.clone())
+    given = grad.clone()
+    got = hook(given)
+    if not torch.equal(given, grad):
+        refuse(
+            "edited_small",
+            zh=f"范数没有超过上限的梯度应当原样通过；`cap({limit})` 返回的钩子却把传进来的 `{_short(grad)}` 原地改成了 `{_short(given)}`。",
+            en=f"A gradient whose norm is within the limit should pass as it is; the hook that `cap({limit})` returned edited "
+            f"`{_short(grad)}` in place: it is `{_short(given)}` now.",
+        )
     if isinstance(got, Tensor) and not torch.allclose(got, grad):
         refuse(
             "changed_small",
@@ -155,6 +164,15 @@ def cap_rows(limit):
     return hook
 
 
+def edited_small(limit):
+    def hook(grad):
+        if grad.norm() > limit:
+            return grad * (limit / grad.norm())
+        grad.zero_()
+
+    return hook
+
+
 CAP = Exercise(
     "12.A",
     examine_cap,
@@ -164,6 +182,7 @@ CAP = Exercise(
         "edited_in_place": cap_in_place,
         "returned_nothing": cap_without_return,
         "clipped_entries": lambda limit: lambda grad: grad.clamp(-limit, limit),
+        "edited_small": edited_small,
         "changed_small": lambda limit: lambda grad: grad * limit / (grad.norm() + 1e-6),
         "nan_at_zero": lambda limit: lambda grad: grad / grad.norm() * grad.norm().clamp(max=limit),
         "wrong_length": lambda limit: lambda grad: grad / grad.norm() if grad.norm() > limit else grad,
@@ -189,17 +208,17 @@ def decay(model, strength):
 
 
 class _Stack(nn.Module):
-    """Parameters of one shape, so that a hook with the wrong one raises nothing; one is frozen, one in a child."""
+    """Parameters of one shape, so that a hook with the wrong one raises nothing; one is frozen, one in a child of a child."""
 
     def __init__(self) -> None:
         super().__init__()
         rows = (torch.randperm(8) + 1.0).reshape(4, 2)  # distinct whole numbers: sums are exact
         self.weight, self.gain, self.frozen, last = (nn.Parameter(row) for row in rows)
         self.frozen.requires_grad_(False)
-        self.child = nn.ParameterDict({"bias": last})
+        self.child = nn.ModuleDict({"inner": nn.ParameterDict({"bias": last})})
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * self.gain + (x * 2) * self.child["bias"] + self.frozen
+        return x * self.weight * self.gain + (x * 2) * self.child["inner"]["bias"] + self.frozen
 
 
 class _Sum(nn.Module):
@@ -270,6 +289,14 @@ def examine_decay(answer):
             en="Right in the first backward, wrong in a second one with another input and updated parameters. Are the hooks "
             "still there, and do they start from the `grad` they are given each time?",
         )
+    model(2 * x).sum().backward()  # on top of the last
+    if not all(torch.allclose(dict(model.named_parameters())[name].grad, 2 * want[name]) for name in want):
+        refuse(
+            "empty_only",
+            zh="`.grad` 里已经有上一次反向的梯度时，结果就不对了：连着反向两次、中间不清零，`.grad` 应当是两次之和，惩罚项也有两份。你的钩子看 `.grad` 了吗？",
+            en="Wrong where `.grad` already holds the gradient of an earlier backward: after two backwards without clearing, `.grad` should "
+            "be the sum of both, with the penalty twice. Does your hook look at `.grad`?",
+        )
     for handle in handles:
         handle.remove()
     if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, 2 * x).items()):
@@ -321,7 +348,7 @@ def _examine_decayed(model, plain, found, strength, values):
             en="After the parameters were updated, what is added still comes from their values when the hook was hung. Is "
             "the parameter's value read inside the hook, or outside?",
         )
-    if all(torch.allclose(share, want["child.bias"]) for share in added.values()):
+    if all(torch.allclose(share, want["child.inner.bias"]) for share in added.values()):
         refuse(
             "last_one",
             zh="每个参数加上的，都是 `strength` 乘以最后那个参数。多半是循环变量：它要到钩子触发时才去读，那时循环早就结束了；也可能是几个参数共用了一个键。",
@@ -466,6 +493,13 @@ def decay_by_the_latest(model, strength):
     return _hang(model, lambda param: lambda grad: grad + _LATEST["strength"] * param.detach())
 
 
+def empty_only(model, strength):
+    def hook_for(param):
+        return lambda grad: grad + strength * param.detach() if param.grad is None else grad
+
+    return [param.register_hook(hook_for(param)) for param in model.parameters() if param.requires_grad]
+
+
 DECAY = Exercise(
     "12.B",
     examine_decay,
@@ -492,6 +526,7 @@ DECAY = Exercise(
             model, lambda param: lambda grad: grad - strength * param.detach()
         ),
         "edited_in_place": decay_in_place,
+        "empty_only": empty_only,
         "not_removable": decay_one_handle,
         "changed_given": lambda model, strength: model.zero_grad() or decay(model, strength),
         "latest_call": decay_by_the_latest,

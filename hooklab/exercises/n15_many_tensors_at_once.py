@@ -60,7 +60,17 @@ def examine_record_norms(answer):
     _backward(tensors[:2], GRADS[:2])  # the third is not reached
     _backward(tensors, [[2 * number for number in grad] for grad in GRADS])
     _examine_three(norms)
+    if [tensor.grad.tolist() for tensor in tensors] != [
+        [times * number for number in grad] for grad, times in zip(GRADS, (4, 4, 3), strict=True)
+    ]:
+        refuse(
+            "changed_later",
+            zh="第一次反向没动梯度，后来却改动了：有一次反向没到第三个张量。看看那一次你的钩子做了什么。",
+            en="The first backward left the gradients alone, a later one did not: one backward did not reach the third tensor. Look at "
+            "what your hook does then.",
+        )
     _examine_middle(answer, norms)
+    _examine_order(answer)
     _backward(tensors, GRADS)
     if len(norms) != 4:
         _refuse_shared()
@@ -71,6 +81,32 @@ def examine_record_norms(answer):
             "not_removed",
             zh="调用 `handle.remove()` 之后又反向了一次，列表还在变长：有的钩子没有取下。",
             en="After `handle.remove()` one more backward ran and the list still grew: some hook is still on.",
+        )
+
+
+def _examine_order(answer):
+    first, second = (torch.ones(1, requires_grad=True) for _ in range(2))
+    norms, handle = _pair(answer([first, second]))
+    (4 * second + 3 * first).backward()  # reaches the second last
+    (4 * second).backward()  # and the first not at all
+    (0 * first + 0 * second).backward()
+    handle.remove()
+    for found in norms:
+        _expect_number(found)
+    found = [round(float(norm), 4) for norm in norms]
+    if found == [5, 4]:
+        refuse(
+            "zero_left_out",
+            zh="到达的梯度全是零的那一次没有记。零也是到达的梯度，那一次的范数是 0。",
+            en="The backward whose gradients are all zero was not recorded. A zero gradient has arrived, too: the norm is 0 then.",
+        )
+    if found != [5, 4, 0]:
+        refuse(
+            "one_order_only",
+            zh=f"对张量 `[a, b]` 先后反向三次：`4b + 3a`、`4b`、`0a + 0b`，应当记下 `[5, 4, 0]`，得到 `{found}`。"
+            "谁先到、谁不到，由计算图决定，与列表的次序无关。",
+            en=f"Three backwards of tensors `[a, b]`, `4b + 3a`, `4b`, `0a + 0b`, should leave `[5, 4, 0]`; found `{found}`. Who arrives "
+            "first, and who does not, depends on the graph, not on the order of the list.",
         )
 
 
@@ -345,6 +381,36 @@ def clears_grad(tensors):
     return norms, register_multi_grad_hook(tensors, measure)
 
 
+def when_the_first_comes(tensors):
+    norms, arrived = [], []
+
+    def collect(grad, last):
+        arrived.append(grad.norm())
+        if last:
+            norms.append(torch.stack(arrived).norm().item())
+            arrived.clear()
+
+    hooks = [partial(collect, last=number == 0) for number in range(len(tensors))]
+    return norms, _AsOne([tensor.register_hook(hook) for tensor, hook in zip(tensors, hooks, strict=True)])
+
+
+def but_zero(tensors):
+    norms = []
+
+    def measure(grads):
+        if norm := nn.utils.get_total_norm(there(grads)).item():
+            norms.append(norm)
+
+    return norms, register_multi_grad_hook(tensors, measure)
+
+
+def zeroing_where_one_is_missing(grads, tensors):
+    norm = nn.utils.get_total_norm(there(grads)).item()
+    for grad in there(grads) if None in grads else ():
+        grad.zero_()
+    return norm
+
+
 RECORD_NORMS = Exercise(
     "15.A",
     examine_record_norms,
@@ -363,6 +429,9 @@ RECORD_NORMS = Exercise(
         "not_a_number": of_group(lambda grads, _: [grad.norm().item() for grad in there(grads)]),
         "changed": of_group(in_place),
         "cleared": clears_grad,
+        "changed_later": of_group(zeroing_where_one_is_missing),
+        "one_order_only": when_the_first_comes,
+        "zero_left_out": but_zero,
         "first_only": recorded_once,
         "shared_list": one_list_for_all,
         "other_steps": never_cleared,
@@ -394,16 +463,18 @@ OPTIMIZERS = [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.opti
 
 
 class _Tied(nn.Module):
-    """One layer used twice, another once, one parameter frozen, one of the model's own."""
+    """One layer used twice, another with its weight, one parameter frozen, one of the model's own."""
 
     def __init__(self):
         super().__init__()
-        self.tied, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.tied, self.head, self.again = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 3, bias=False)
+        self.again.weight = self.tied.weight
         self.head.bias.requires_grad_(False)
         self.gain = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        return self.head(torch.tanh(self.tied(torch.tanh(self.tied(x * self.gain)))))
+        twice = self.tied(torch.tanh(self.tied(x * self.gain)))
+        return self.head(torch.tanh(self.again(torch.tanh(twice))))
 
 
 def _loss(model, x):
@@ -427,6 +498,7 @@ def _same(model, other):
 def examine_step_in_backward(answer):
     for make_optimizer in OPTIMIZERS:
         model, twin, batches = _twins()
+        batches[1] = torch.zeros_like(batches[1])  # a gradient of zeros, of `gain`: momentum goes on
         made = []
         handles = _handles(answer(model, _counting(make_optimizer, made)))
         watching, kept = _watch(model)
@@ -442,25 +514,44 @@ def examine_step_in_backward(answer):
         for handle in watching:
             handle.remove()
         _examine_removed(handles, model, batches[3])
-        if (most := max(made, default=0)) > 1:
-            refuse(
-                "shared_optimizer",
-                zh=f"有一个优化器管着 {most} 个参数。取下其中一个的句柄，别的钩子还会更新它；每个参数要有自己的优化器。",
-                en=f"One optimizer has {most} parameters. Where the handle of one is removed, the hooks of the others go on updating "
-                "it; each parameter is to have an optimizer of its own.",
-            )
+        _examine_own_optimizers(made)
+    _examine_left_out(answer)
     _examine_two_models(lambda model, make_optimizer, count: answer(model, make_optimizer))
 
 
 def _counting(make_optimizer, made):
-    """Notes in `made` how many parameters each optimizer has."""
+    """Notes in `made` each optimizer."""
 
     def make(params):
-        optimizer = make_optimizer(params)
-        made.append(sum(len(group["params"]) for group in optimizer.param_groups))
-        return optimizer
+        made.append(make_optimizer(params))
+        return made[-1]
 
     return make
+
+
+def _examine_own_optimizers(made):
+    most = max((sum(len(group["params"]) for group in one.param_groups) for one in made), default=0)
+    if most > 1:
+        refuse(
+            "shared_optimizer",
+            zh=f"有一个优化器管着 {most} 个参数。取下其中一个的句柄，别的钩子还会更新它；每个参数要有自己的优化器。",
+            en=f"One optimizer has {most} parameters. Where the handle of one is removed, the hooks of the others go on updating "
+            "it; each parameter is to have an optimizer of its own.",
+        )
+
+
+def _examine_left_out(answer):
+    model = _Two()
+    answer(model, partial(torch.optim.SGD, lr=0.25))
+    model(both=False).backward()
+    if model.always.item() != 0.75:
+        refuse(
+            "waited_for_all",
+            zh=f"模型有两个参数，这次反向只用到一个：它收到梯度 1（学习率 0.25），应当从 1.0 到 0.75，现在是 `{model.always.item()}`。"
+            "别等其他参数：一存好就更新。",
+            en=f"A model has two parameters, and this backward reaches only one: its gradient is 1 (learning rate 0.25), so it should go "
+            f"from 1.0 to 0.75; it is `{model.always.item()}`. Wait for no other parameter: update as soon as one is stored.",
+        )
 
 
 def _examine_two_models(answer, counts=(1, 1)):
@@ -729,6 +820,45 @@ def one_optimizer(model, make_optimizer):
     return on_each(model, lambda param: step)
 
 
+def one_group_after_another(model, make_optimizer):
+    first, *others = _trained(model)
+    optimizer = make_optimizer([first])
+    for param in others:
+        optimizer.add_param_group({"params": [param]})
+
+    def step(param):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
+def hoarding(model, make_optimizer):
+    small, kept = {param: make_optimizer([param]) for param in _trained(model)}, {}
+
+    def keep(param):
+        kept[param], param.grad = param.grad, None
+        if len(kept) == len(small):
+            for one, grad in kept.items():
+                one.grad = grad
+                small[one].step()
+                small[one].zero_grad()
+            kept.clear()
+
+    return on_each(model, lambda param: keep)
+
+
+def unless_zero(model, make_optimizer):
+    small = {param: make_optimizer([param]) for param in _trained(model)}
+
+    def step(param):
+        if param.grad.any():
+            small[param].step()
+        small[param].zero_grad()
+
+    return on_each(model, lambda param: step)
+
+
 STEP_IN_BACKWARD = Exercise(
     "15.B",
     examine_step_in_backward,
@@ -747,6 +877,7 @@ STEP_IN_BACKWARD = Exercise(
         "other_items": lambda model, make_optimizer: list(enumerate(step_in_backward(model, make_optimizer))),
         "same_object": lambda model, make_optimizer: into_one_list(step_in_backward(model, make_optimizer)),
         "shared_optimizer": one_optimizer,
+        "waited_for_all": hoarding,
         "not_removed": lambda model, make_optimizer: step_in_backward(model, make_optimizer)[:1],
         "first_step": lambda model, make_optimizer: step_in_backward(model, partial(torch.optim.SGD, lr=1.0)),
         "latest_call": step_of_the_latest,
@@ -775,7 +906,8 @@ def step_every(model, make_optimizer, count):
 def examine_step_every(answer):
     for make_optimizer, count in zip(OPTIMIZERS, (2, 3), strict=True):
         model, twin, batches = _twins()
-        handles = _handles(answer(model, make_optimizer, count))
+        made = []
+        handles = _handles(answer(model, _counting(make_optimizer, made), count))
         reference = make_optimizer(_trained(twin))
         for number, x in enumerate(batches[: 3 * count], start=1):
             before = copy.deepcopy(model)
@@ -796,6 +928,7 @@ def examine_step_every(answer):
                     )
             _examine_every(model, twin, before, number, count)
         _examine_removed(handles, model, batches[-1], count)
+        _examine_own_optimizers(made)
     _examine_own_count(answer)
     _examine_two_models(answer, counts=(2, 3))
 
@@ -814,18 +947,21 @@ class _Two(nn.Module):
 def _examine_own_count(answer):
     model = _Two()
     handles = _handles(answer(model, partial(torch.optim.SGD, lr=0.25), 2))
-    values = []
-    for both in (False, True):
+    values, others = [], []
+    for both in (False, True, True):
         model(both).backward()
         values.append(model.always.item())
+        others.append(model.sometimes.item())
     for handle in handles:
         handle.remove()
-    if values != [1.0, 0.5]:
+    if values != [1.0, 0.5, 0.5] or others != [1.0, 1.0, 0.5]:
         refuse(
             "one_count",
-            zh=f"`count` 为 2，第 1 次反向没用到另一个参数。有个参数每次都收到梯度 1（学习率 0.25），2 次反向之后应当从 1.0 到 0.5，它的值先后是 `{values}`。每个参数各数各的。",
-            en=f"With `count` 2, the 1st backward left out another parameter. One was given the gradient 1 each time (learning rate "
-            f"0.25) and should go from 1.0 to 0.5 after backward 2; its values were `{values}`. Each parameter keeps its own count.",
+            zh=f"`count` 为 2，学习率 0.25，用到的参数每次收到梯度 1。一个参数 3 次反向都用到，它的值应当是 `[1.0, 0.5, 0.5]`，得到 `{values}`；"
+            f"另一个第 1 次没用到，应当是 `[1.0, 1.0, 0.5]`，得到 `{others}`。每个参数各数各的。",
+            en=f"With `count` 2, learning rate 0.25 and a gradient of 1 for what is reached: a parameter that 3 backwards reach should have "
+            f"the values `[1.0, 0.5, 0.5]`, found `{values}`; another, which the 1st leaves out, `[1.0, 1.0, 0.5]`, found `{others}`. "
+            "Each parameter keeps its own count.",
         )
 
 
@@ -941,6 +1077,30 @@ def every_twice(model, make_optimizer, count):
     return step_every(model, make_optimizer, count)
 
 
+def one_count_of_backwards(model, make_optimizer, count):
+    small, calls = {param: make_optimizer([param]) for param in _trained(model)}, []
+
+    def step(param):
+        if len(calls) % count == 0:
+            small[param].step()
+            small[param].zero_grad()
+
+    counting = register_multi_grad_hook(list(small), calls.append, mode="any")
+    return [counting, *on_each(model, lambda param: step)]
+
+
+def a_hook_on_the_first(model, make_optimizer, count):
+    optimizer, calls = make_optimizer(_trained(model)), []
+
+    def step(param):
+        calls.append(param)
+        if len(calls) % count == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return [_trained(model)[0].register_post_accumulate_grad_hook(step)]
+
+
 STEP_EVERY = Exercise(
     "15.C",
     examine_step_every,
@@ -960,7 +1120,8 @@ STEP_EVERY = Exercise(
         "unfrozen": lambda model, make_optimizer, count: step_every(
             model.requires_grad_(True), make_optimizer, count
         ),
-        "one_count": counting_all,
+        "one_count": one_count_of_backwards,
+        "shared_optimizer": a_hook_on_the_first,
         "other_items": lambda model, make_optimizer, count: list(
             enumerate(step_every(model, make_optimizer, count))
         ),
