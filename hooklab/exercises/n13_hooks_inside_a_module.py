@@ -1,6 +1,8 @@
 """Checks of notebook 13: hooks inside a module."""
 
+import copy
 import gc
+import math
 import warnings
 import weakref
 
@@ -53,8 +55,22 @@ def examine_no_negative(answer):
     _examine_two_uses(answer)
     _examine_two_backwards(answer)
     _examine_one_half(answer)
+    _examine_any_shape(answer)
     _examine_without_grad(answer)
     _examine_freed(answer)
+
+
+def _examine_any_shape(answer):
+    x = torch.ones(1, 2, 1, 2, requires_grad=True)
+    grad = torch.tensor([math.nan, -math.inf, 2.0, -3.0]).reshape(x.shape)
+    answer(x * 1).backward(grad)
+    if not torch.equal(x.grad.nan_to_num(-1.0), torch.tensor([-1.0, 0.0, 2.0, 0.0]).reshape(x.shape)):
+        refuse(
+            "not_the_rest",
+            zh=f"形状 `(1, 2, 1, 2)` 的梯度 `[nan, -inf, 2, -3]` 应当变成 `[nan, 0, 2, 0]`，得到的是 `{x.grad.flatten().tolist()}`：负数换成 0，其余不动，NaN 也不动。",
+            en=f"A gradient `[nan, -inf, 2, -3]` of the shape `(1, 2, 1, 2)` should become `[nan, 0, 2, 0]`; found "
+            f"`{x.grad.flatten().tolist()}`: negative entries become 0 and the rest stays, NaN too.",
+        )
 
 
 def _examine_values(got, want):
@@ -298,11 +314,18 @@ def latest_only(x):
     return x
 
 
+def nan_is_zero(x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: torch.where(grad > 0, grad, 0))
+    return x
+
+
 NO_NEGATIVE = Exercise(
     "13.A",
     examine_no_negative,
     no_negative,
     {
+        "not_the_rest": nan_is_zero,
         "in_place": in_place,
         "fails_in_no_grad": fails_in_no_grad,
         "fails_when_frozen": fails_when_frozen,
@@ -363,6 +386,7 @@ def examine_hook_output(answer):
     handle.remove()
     _examine_removed(layer, first.detach(), seen)
     refuse_removing_others(layer.register_forward_hook, lambda: answer(layer, hook))
+    _examine_one_module(answer)
 
 
 def _outcome(run):
@@ -436,6 +460,23 @@ def _examine_two_modules(answer):
         handle.remove()
     if calls == [1]:
         refuse_latest_call()
+
+
+def _examine_one_module(answer):
+    """Which is given two hooks."""
+    layer, calls = nn.Linear(3, 2), []
+    hooks = [lambda *args, number=number: calls.append(number) for number in range(2)]
+    handles = [answer(layer, hook) for hook in hooks]
+    layer(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    if sorted(calls) != [0, 1]:
+        refuse(
+            "one_per_module",
+            zh=f"对同一个模块调用了两次 `hook_output`，两个钩子都该触发一次，实际触发的是第 {[number + 1 for number in calls]} 个。后一次不能顶掉前一次。",
+            en=f"`hook_output` was called twice on one module; both hooks should fire once, and those that fired are number "
+            f"{[number + 1 for number in calls]}. The second must not take the place of the first.",
+        )
 
 
 def _examine_editable(answer):
@@ -779,11 +820,19 @@ def hooked_a_view(module, hook):
     return module.register_forward_hook(hang)
 
 
+def one_per_module(module, hook):
+    if getattr(module, "last_handle", None) is not None:
+        module.last_handle.remove()
+    module.last_handle = hook_output(module, hook)
+    return module.last_handle
+
+
 HOOK_OUTPUT = Exercise(
     "13.B",
     examine_hook_output,
     hook_output,
     {
+        "one_per_module": one_per_module,
         "removed_others": lambda module, hook: _Cleared(module, hook_output(module, hook)),
         "replaced_output": replaced_output,
         "changed_output": changed_output,
@@ -872,6 +921,18 @@ def examine_arrival_order(answer):
     if [*order] == ["2", "1"]:  # the gradient that arrives at "0" is zero
         refuse_zero_for_none()
     _examine_order(order, ["2", "1", "0"], muted)
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1)), torch.randn(4, 2)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    answer(model, x)
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    for (name, param), other in pairs:
+        if param.grad is not None and (other.grad is None or not torch.allclose(param.grad, other.grad)):
+            refuse(
+                "other_gradients",
+                zh=f"`{name}` 的 `.grad` 和只跑一次反向的结果不同。反向跑了几次？",
+                en=f"The `.grad` of `{name}` is not that of one backward. How often was it run?",
+            )
 
 
 def _order(answer, model):
@@ -1212,11 +1273,17 @@ def without_in_place(model, x):
     return arrival_order(model, x)
 
 
+def run_twice(model, x):
+    arrival_order(model, x)
+    return arrival_order(model, x)
+
+
 ARRIVAL_ORDER = Exercise(
     "13.C",
     examine_arrival_order,
     arrival_order,
     {
+        "other_gradients": run_twice,
         "changed_given": without_in_place,
         "last_name": last_name,
         "forward_order": in_forward,

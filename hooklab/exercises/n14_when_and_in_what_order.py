@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -380,6 +381,13 @@ def _forgets(net):
     net[0].register_forward_pre_hook(_look).remove()
 
 
+def _forgets_others(net):
+    net.register_forward_hook(_look)
+    net[0].register_full_backward_hook(_look)
+    net[2].register_forward_pre_hook(_look)
+    net[2].bias.register_post_accumulate_grad_hook(_look)
+
+
 def _swaps(net):
     net[1]._forward_hooks.popitem()
     net[1].register_forward_hook(_look)
@@ -459,6 +467,14 @@ def examine_left_by(answer):
             "wrong_count",
             zh=f"`1` 上留下了两个钩子，`2.weight` 上一个，每个钩子占一项；得到的却是 `{got}`。",
             en=f"Two hooks were left at `1` and one at `2.weight`, and each has an entry; found `{got}`.",
+        )
+    got = answer(_forgets_others, net := _net())
+    if sorted(got) != (want := ["0", "2", "2.bias", "Sequential"]):
+        refuse(
+            "kinds_missed",
+            zh=f"`function` 在 `0` 上留下了反向钩子，在 `2` 上留下了前向 pre-hook，在 `2.bias` 上留下了 post-accumulate 钩子，在模型自己身上留下了前向钩子，应得到 `{want}`；得到的却是 `{sorted(got)}`。",
+            en=f"`function` left a backward hook at `0`, a forward pre-hook at `2`, a post-accumulate hook at `2.bias` and a forward hook on "
+            f"the model itself: `{want}` is wanted; found `{sorted(got)}`.",
         )
     got = answer(_swaps, _net())
     if [*got] != ["1"]:
@@ -543,11 +559,26 @@ def looked_too_late(function, model):
     return [hook.place for hook in hooks_on(model) if hook not in before]
 
 
+def two_kinds(function, model):
+    """Looks at forward hooks and at tensor hooks of parameters alone."""
+
+    def there():
+        found = [(name, key) for name, module in model.named_modules() for key in module._forward_hooks]
+        return found + [
+            (name, key) for name, param in model.named_parameters() for key in param._backward_hooks or ()
+        ]
+
+    before = there()
+    function(model)
+    return [name for name, key in there() if (name, key) not in before]
+
+
 LEFT_BY = Exercise(
     "14.B",
     examine_left_by,
     left_by,
     {
+        "kinds_missed": two_kinds,
         "counted_old": everything,
         "missed_twin": by_function,
         "found_none": looked_too_late,
@@ -637,6 +668,25 @@ def examine_final_gradient(answer):
             en="Right for a tensor in the middle, but a leaf raises: its `grad_fn` is `None`. Section 1 shows how to get its Node.",
         )
     _expect_final(got, "叶子", "a leaf", after_node=None)
+    if leaf.grad.tolist() != [62.0, 62.0]:
+        refuse(
+            "changed_leaf",
+            zh=f"值记对了，但叶子的 `.grad` 应当是 `[62.0, 62.0]`，现在是 `{leaf.grad.tolist()}`。看看你的钩子返回了什么。",
+            en=f"The values are right, but the `.grad` of the leaf should be `[62.0, 62.0]` and is `{leaf.grad.tolist()}`. See what your "
+            "hook returns.",
+        )
+    leaf = torch.ones(2, requires_grad=True)
+    loss = (leaf * 3).sum()
+    got = answer(leaf)
+    leaf.register_post_accumulate_grad_hook(_zero_grad)
+    loss.backward()
+    if [grad.tolist() for grad in got] != [[3.0, 3.0]]:
+        refuse(
+            "after_storing",
+            zh=f"叶子的梯度存好之后，别人的钩子把 `.grad` 清成了零，你记下的就成了 `{[grad.tolist() for grad in got]}`：要的是存进去之前的值 `[[3.0, 3.0]]`。",
+            en=f"After the gradient of the leaf was stored, a hook of somebody else's set `.grad` to zero, and you noted "
+            f"`{[grad.tolist() for grad in got]}`; the value before it is stored is wanted, `[[3.0, 3.0]]`.",
+        )
 
     first, second = (torch.ones(2, requires_grad=True) * 2).chunk(2)
     got = _recorded(answer, second, (first * 7 + second * 3).sum())
@@ -675,6 +725,10 @@ def examine_final_gradient(answer):
         )
 
     _examine_zero_and_freed(answer)
+
+
+def _zero_grad(leaf):
+    leaf.grad.zero_()
 
 
 def _examine_two_tensors(answer):
@@ -851,11 +905,30 @@ def copies_none(tensor):
     return seen
 
 
+def _with_node_hook(tensor, double):
+    """On a leaf, by a hook after its Node; or by one that returns twice the gradient."""
+    if not tensor.is_leaf:
+        return final_gradient(tensor)
+    gradients, (node, number, *_) = [], get_gradient_edge(tensor)
+
+    def after(outputs, inputs):
+        gradients.append(inputs[number].clone())
+
+    def before(grads):
+        gradients.append(grads[number].clone())
+        return (grads[number] * 2,)
+
+    node.register_prehook(before) if double else node.register_hook(after)
+    return gradients
+
+
 FINAL_GRADIENT = Exercise(
     "14.C",
     examine_final_gradient,
     final_gradient,
     {
+        "after_storing": partial(_with_node_hook, double=False),
+        "changed_leaf": partial(_with_node_hook, double=True),
         "too_early": too_early,
         "too_late": _with_node(
             lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(got[0]))
