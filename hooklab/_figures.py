@@ -102,19 +102,19 @@ class Scratch:
         number, wide, wide_shaped, nonzero, nonzero_array = self.views.get(shape) or self._views(shape)
         self.busy = True
         try:
-            # What reads `part` comes first, while it is in the cache.
             wide_shaped.copy_(part)
+            squares = wide.dot(wide).item()
+            if not squares < math.inf:
+                return None
+            mean = wide.sum().item() / number
+            spread = squares - mean * mean * number
+            # What reads `part` comes last: so it is in the cache for the layer that comes next.
             lowest, highest = aminmax(part)
             low, high = lowest.item(), highest.item()
             zeros = 0.0
             if low <= 0 <= high:
                 nonzero.copy_(part)
                 zeros = number - int(count_nonzero(nonzero_array))  # ten times as fast as torch.count_nonzero
-            squares = wide.dot(wide).item()
-            if not squares < math.inf:
-                return None
-            mean = wide.sum().item() / number
-            spread = squares - mean * mean * number
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:
