@@ -25,6 +25,7 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import check, clip, features, saved_tensors, select, trace
+from hooklab.exercises import n15_many_tensors_at_once as n15
 from hooklab.exercises import n21_forward_hooks as n21
 from hooklab.exercises import n22_backward_hooks as n22
 from hooklab.exercises import n23_watching_a_model_run as n23
@@ -1186,6 +1187,55 @@ def nothing_for_none(model, x):
     return n21._shapes_by_hand(keep)(model, x)
 
 
+def of_the_original(tensor):
+    """Keeps the gradient itself, and lets a copy flow on."""
+    gradients = []
+
+    def hook(grad):
+        gradients.append(grad)
+        return grad.clone()
+
+    tensor.register_hook(hook)
+    return gradients
+
+
+def one_group_after_another(model, make_optimizer):
+    first, *others = n15._trained(model)
+    optimizer = make_optimizer([first])
+    for param in others:
+        optimizer.add_param_group({"params": [param]})
+
+    def step(param):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return n15.on_each(model, lambda param: step)
+
+
+def unless_zero(model, make_optimizer):
+    small = {param: make_optimizer([param]) for param in n15._trained(model)}
+
+    def step(param):
+        if param.grad.any():
+            small[param].step()
+        small[param].zero_grad()
+
+    return n15.on_each(model, lambda param: step)
+
+
+def counting_all(model, make_optimizer, count):
+    small, calls = {param: make_optimizer([param]) for param in n15._trained(model)}, []
+
+    def step(param):
+        calls.append(param)
+        if len(calls) % (count * len(small)) == 0:
+            for optimizer in small.values():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return n15.on_each(model, lambda param: step)
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "reason"),
     [
@@ -1260,6 +1310,10 @@ def nothing_for_none(model, x):
             "other_threshold",
         ),
         ("35.D", n35.by_state_dict, "wrong_gradients"),
+        ("11.B", of_the_original, "not_a_copy"),
+        ("15.B", one_group_after_another, "shared_optimizer"),
+        ("15.B", unless_zero, "later_steps"),
+        ("15.C", counting_all, "one_count"),
     ],
 )
 def test_an_answer_that_is_right_only_where_it_is_easy_is_refused(exercise, answer, reason):

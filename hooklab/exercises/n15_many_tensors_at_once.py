@@ -820,19 +820,6 @@ def one_optimizer(model, make_optimizer):
     return on_each(model, lambda param: step)
 
 
-def one_group_after_another(model, make_optimizer):
-    first, *others = _trained(model)
-    optimizer = make_optimizer([first])
-    for param in others:
-        optimizer.add_param_group({"params": [param]})
-
-    def step(param):
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return on_each(model, lambda param: step)
-
-
 def hoarding(model, make_optimizer):
     small, kept = {param: make_optimizer([param]) for param in _trained(model)}, {}
 
@@ -846,17 +833,6 @@ def hoarding(model, make_optimizer):
             kept.clear()
 
     return on_each(model, lambda param: keep)
-
-
-def unless_zero(model, make_optimizer):
-    small = {param: make_optimizer([param]) for param in _trained(model)}
-
-    def step(param):
-        if param.grad.any():
-            small[param].step()
-        small[param].zero_grad()
-
-    return on_each(model, lambda param: step)
 
 
 STEP_IN_BACKWARD = Exercise(
@@ -1029,19 +1005,6 @@ def one_for_all(model, make_optimizer, count):
         if calls[param] % count == 0:
             optimizer.step()
             optimizer.zero_grad()
-
-    return on_each(model, lambda param: step)
-
-
-def counting_all(model, make_optimizer, count):
-    small, calls = {param: make_optimizer([param]) for param in _trained(model)}, []
-
-    def step(param):
-        calls.append(param)
-        if len(calls) % (count * len(small)) == 0:
-            for optimizer in small.values():
-                optimizer.step()
-                optimizer.zero_grad()
 
     return on_each(model, lambda param: step)
 
