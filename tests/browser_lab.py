@@ -163,15 +163,11 @@ def wait_for_kernel(page) -> None:
 
 
 def close_notebook(page) -> None:
-    """Its kernel ends meanwhile."""
-    ask(
-        page,
-        """(app, panel) => {
-          const { id } = panel.sessionContext.session;
-          panel.dispose();
-          app.serviceManager.sessions.shutdown(id);
-        }""",
+    """And end its kernel: who opens the notebook again while that goes on is given the kernel that dies."""
+    session = ask(
+        page, "(app, panel) => { const { id } = panel.sessionContext.session; panel.dispose(); return id; }"
     )
+    ask(page, "async (app, _, id) => { await app.serviceManager.sessions.shutdown(id); }", session)
 
 
 def wait_until_drawn(page) -> None:
