@@ -14,6 +14,7 @@ __all__ = [
     "compiling",
     "eager",
     "eager_inside",
+    "marked",
     "refuse_compiling",
     "untraced",
     "warn_if_compiled",
@@ -37,9 +38,14 @@ def eager(function: Callable) -> Callable:
 
     As `torch.compiler.disable` does, without a frame more in every call; holds also for a compiler that is loaded later.
     """
+    _skip(function.__code__)
+    return marked(function)
+
+
+def marked(function: Callable) -> Callable:
+    """The same for one of the functions that `eager_inside` has in view, where the compiler of backward meets it too."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "hooks of hooklab run in Python; compile without fullgraph=True"
-    _skip(function.__code__)
     return function
 
 

@@ -567,6 +567,16 @@ def test_the_compiler_of_backward_goes_round_the_hooks_of_with_grad(x, recwarn):
     assert not [warning for warning in recwarn if "does not know how to trace" in str(warning.message)]
 
 
+def test_the_compiler_of_backward_goes_round_the_hooks_of_watch(x, recwarn):
+    model = mlp(4, 5, 2)
+    weights = {f"w{index}": layer.weight for index, layer in enumerate(model) if hasattr(layer, "weight")}
+    with torch._dynamo.config.patch(compiled_autograd=True), watch(**weights) as log:
+        torch.compile(lambda x: model(x).sum().backward(), backend="eager")(x)
+    assert len(weights) == 2
+    assert all(torch.equal(log[name], weight.grad) for name, weight in weights.items())
+    assert not [warning for warning in recwarn if "does not know how to trace" in str(warning.message)]
+
+
 LATE = """
 import sys, torch, warnings
 warnings.filterwarnings("ignore", {of_python!r})

@@ -101,7 +101,7 @@ def overhead() -> bool:
             "saved_tensors": lambda: step(saved_tensors(model)),
             "Offload, all kept": lambda: step(Offload(model, to=Counting(), keep=10**12, min_bytes=0)),
         },
-        rounds=15,
+        rounds=40,
         repeat=1,
     )
     print("ResNet-50, 2 x 3 x 96 x 96, forward and backward, one thread")
