@@ -79,14 +79,11 @@ def middle(values: list[float]) -> tuple[float, float]:
 
 
 def report(title: str, value: float, budget: float, unit: str = "x", error: float | None = None) -> bool:
-    """Print one line, with the standard error if it is known; True if the budget is kept.
-
-    So it is too where the value is above by less than two standard errors, if these are 1 % of the budget or less:
-    16 calls of a hook are a twenty-thousandth of ResNet-50, and which of two packages calls it cannot be measured there.
-    """
-    at_par = error is not None and abs(value - budget) < 2 * error and error <= budget / 100
-    kept = value <= budget or at_par
+    """Print one line, with the standard error if it is known; True if the budget is kept."""
+    kept = value <= budget
     spread = "" if error is None else f" ± {error:.3f}"
-    verdict = "kept" if value <= budget else "not told apart from it" if at_par else "EXCEEDED"
+    verdict = "kept" if kept else "EXCEEDED"
+    if error is not None and abs(value - budget) < 2 * error:
+        verdict += " (less than two standard errors off)"
     print(f"{title:60} {value:8.3f}{spread} {unit}   budget {budget:g} {unit}   {verdict}")
     return kept
