@@ -14,7 +14,7 @@ __all__ = [
     "compiling",
     "eager",
     "eager_inside",
-    "marked",
+    "marked_eager",
     "refuse_compiling",
     "untraced",
     "warn_if_compiled",
@@ -39,10 +39,10 @@ def eager(function: Callable) -> Callable:
     As `torch.compiler.disable` does, without a frame more in every call; holds also for a compiler that is loaded later.
     """
     _skip(function.__code__)
-    return marked(function)
+    return marked_eager(function)
 
 
-def marked(function: Callable) -> Callable:
+def marked_eager(function: Callable) -> Callable:
     """The same for one of the functions that `eager_inside` has in view, where the compiler of backward meets it too."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "hooks of hooklab run in Python; compile without fullgraph=True"

@@ -15,7 +15,7 @@ from torch._C._functorch import (
 )
 
 from hooklab import _refuse
-from hooklab._compiler import eager_inside, marked
+from hooklab._compiler import eager_inside, marked_eager
 from hooklab._installed import Installed
 
 __all__ = ["Watch", "clip", "scale", "watch", "zero"]
@@ -218,7 +218,7 @@ def _copy(grad: Tensor) -> Tensor:
 
 @eager_inside
 def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
-    @marked
+    @marked_eager
     def record(grad: Tensor | None) -> None:
         if grad is not None:
             gradients.append(_copy(grad))
