@@ -162,15 +162,15 @@ def compare_forwards(
     return kept
 
 
-def without_computing(model: nn.Module, x: torch.Tensor, new_outputs: bool) -> nn.Module:
-    """The same modules in the same calls, but the blocks of a ResNet answer from memory, and what is around them, too.
+def without_computing(model: nn.Module, names: list[str], x: torch.Tensor, new_outputs: bool) -> nn.Module:
+    """The same calls of the named layers, but these answer from memory, and what is beside them, too.
 
     With `new_outputs` each call returns a new tensor without content; else always the same one, of the real forward.
     """
-    blocks = [layer for layer in model.modules() if type(layer).__name__ == "Bottleneck"]
-    around = [layer for layer in model.children() if not isinstance(layer, nn.Sequential)]
+    layers = [model.get_submodule(name) for name in names]
+    beside = [layer for layer in model.children() if not set(layers).intersection(layer.modules())]
     outputs, handles = {}, []
-    for layer in (*blocks, *around):
+    for layer in (*layers, *beside):
 
         def keep(layer, args, output):
             outputs[layer] = output.clone()
@@ -190,15 +190,17 @@ def answer(output: torch.Tensor, new: bool, x: torch.Tensor) -> torch.Tensor:
 
 
 def time_hooks_alone(
-    ways: list[str], new_outputs: bool, repeat: int, copies: int, seed: int
+    build: Callable, ways: list[str], new_outputs: bool, repeat: int, copies: int, seed: int
 ) -> dict[str, float]:
-    """Seconds that each of `ways` adds to a forward of ResNet-50, measured in one that computes nothing."""
-    model, x, names = resnet50()
+    """Seconds that each of `ways` adds to a forward, measured in one that computes nothing."""
+    model, x, names = build()
     contenders = {}
     todo = [(name, number) for name in ("plain", *ways) for number in range(copies)]
     random.Random(seed).shuffle(todo)
     for name, number in todo:
-        contenders[name, number] = MAKERS[name](without_computing(twin(model), x, new_outputs), names, x)
+        contenders[name, number] = MAKERS[name](
+            without_computing(twin(model), names, x, new_outputs), names, x
+        )
     with torch.no_grad():
         each = medians(contenders, rounds=12, repeat=repeat)
     seconds = {
@@ -207,15 +209,20 @@ def time_hooks_alone(
     return {name: seconds[name] - seconds["plain"] for name in ways}
 
 
-def hooks_alone() -> list[bool]:
-    """What the hooks on ResNet-50 take by themselves: beside its forward of 100,000 us a few us do not show."""
-    print("the same on ResNet-50 without its computing: what is added to a forward, 5 processes")
+def hooks_alone(title: str, build: Callable) -> list[bool]:
+    """What the hooks take by themselves: beside the forward of ResNet-50, 100,000 us, a few us do not show."""
+    print(f"{title} without its computing: what is added to a forward, 5 processes")
     keeping = ["hooklab features", "bare dict + detach", "torchextractor", "torchcam", "captum"]
     counting = ["hooklab layer_statistics", "bare mean + std"]
+    printing = ["hooklab verbose", "torchinfo"]  # which meets the layers inside the blocks no more here
     kept = []
-    for ways, new_outputs, repeat in ((keeping, True, 100), (counting, False, 3)):
+    for ways, new_outputs, repeat, budget in (
+        (keeping, True, 100, 1.0),
+        (counting, False, 3, 1.0),
+        (printing, True, 10, 0.1),
+    ):
         try:
-            runs = in_processes(partial(time_hooks_alone, ways, new_outputs, repeat, 4), 5)
+            runs = in_processes(partial(time_hooks_alone, build, ways, new_outputs, repeat, 4), 5)
         except ModuleNotFoundError as error:
             print(f"  MISSING: {error}; no budget was looked at")
             kept.append(False)
@@ -226,7 +233,7 @@ def hooks_alone() -> list[bool]:
         ours, *others = ways
         for name in others:
             ratio, error = middle([seconds[ours] / seconds[name] for seconds in runs])
-            kept.append(report(f"added by {ours} / by {name}", ratio, 1.0, error=error))
+            kept.append(report(f"added by {ours} / by {name}", ratio, budget, error=error))
     return kept
 
 
@@ -387,7 +394,7 @@ def main() -> bool:
     kept += compare_forwards("24-layer tiny MLP", mlp, rounds=8, repeat=30, copies=5, processes=8)
     kept += compare_forwards("20-block conv net", conv_net, rounds=16, repeat=2, copies=6, processes=8)
     kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=8, repeat=1, copies=3, processes=6)
-    kept += hooks_alone()
+    kept += hooks_alone("20-block conv net", conv_net) + hooks_alone("ResNet-50", resnet50)
     kept += early_stop() + other_modes() + growth()
     return all(kept)
 

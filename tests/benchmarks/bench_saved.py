@@ -200,7 +200,7 @@ def disk() -> bool:
 
 def report_disk(where: str, runs: list[dict[str, dict[str, float]]]) -> bool:
     kept = True
-    for name, *_, budget, _ in DISK:
+    for name, _, _, _, budget, *_ in DISK:
         keys = ("torch.save files", "Disk")
         each = (f"{key} {middle([run[name][key] for run in runs])[0] * 1e6:.0f} us" for key in keys)
         print(f"{name}, {where}, write + read: {'   '.join(each)}")
