@@ -1,4 +1,4 @@
-"""Hooks that were installed together and go together."""
+"""Hooks, or other changes, that were installed together and go together."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -71,8 +71,8 @@ class Installed:
     def __enter__(self) -> Self:
         if not self._handles:
             raise RuntimeError(
-                f"{type(self).__name__}: its hooks have been removed, and do not come back; call the function again "
-                "for new ones"
+                f"{self._what or type(self).__name__}: what it installed has been removed, and does not come back; call the "
+                "function again"
             )
         return self
 
