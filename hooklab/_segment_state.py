@@ -41,8 +41,8 @@ class State:
 
     def own_parameters(self) -> Named:
         """Without those that are gathered for each forward, as by `fully_shard`: these are of the class DTensor."""
-        found = ((one, name, p) for one in self.owners for name, p in one._parameters.items())
-        return {(one, name): p for one, name, p in found if _is_there(p) and type(p).__name__ != "DTensor"}
+        found = {(one, name): p for one in self.owners for name, p in one._parameters.items()}
+        return {place: p for place, p in found.items() if type(p).__name__ != "DTensor"}
 
     def flags(self) -> Flags:
         flags = []
@@ -146,9 +146,9 @@ def copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def version_of(value: Any) -> int | None:
-    """None where there is none: of inference tensors, and of what is no tensor."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+def version_of(tensor: Tensor) -> int | None:
+    """None of inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef | None:

@@ -1376,6 +1376,42 @@ def test_noise_of_an_operation_that_runs_in_another_thread_is_not_moved_yet():
     assert offload._queue.newest == {}
 
 
+def test_a_block_that_ends_moves_what_waited_in_it_though_another_is_open_elsewhere():
+    offload, opened, over = Offload(to=CountingStore(), min_bytes=0), threading.Event(), threading.Event()
+
+    def stay():
+        with offload:
+            opened.set()
+            assert over.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert opened.wait(60)
+    x, weight = torch.ones(3), leaf(3)  # x may still be filled
+    with offload:
+        y = weight * x
+        waiting = offload.moved_bytes
+    moved = offload.moved_bytes
+    over.set()
+    thread.join()
+    assert (waiting, moved) == (0, x.nbytes)
+    y.sum().backward()
+
+
+def test_what_a_thread_without_a_block_has_saved_is_moved_when_the_block_ends():
+    """As the threads of backward do that save for a second derivative."""
+    offload, packed = Offload(to=CountingStore(), min_bytes=0), []
+    for number in (1, 2):
+        with offload:
+            noise = torch.full((10,), float(number))
+            thread = threading.Thread(target=lambda noise=noise: packed.append(offload._pack(noise)))
+            thread.start()
+            thread.join()
+            waiting = offload.moved_bytes
+        assert (waiting, offload.moved_bytes) == ((number - 1) * 40, number * 40)
+        assert torch.equal(offload._queue.unpack(packed[-1]), noise)
+
+
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("by_numpy", [True, False])
 def test_a_memory_that_is_filled_anew_between_the_blocks_is_saved_anew(by_numpy, skips):
