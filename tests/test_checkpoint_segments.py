@@ -356,6 +356,24 @@ def test_the_handle_says_what_it_did():
     assert repr(handle) == "Segments(body: 2)"
     handle.remove()
     assert repr(handle) == "Segments(removed)"
+    with checkpoint_segments(model.head, {"": 2}) as handle:
+        assert repr(handle) == "Segments('': 2)"
+        model(torch.randn(8, 4))
+
+
+def test_an_error_on_the_way_switches_back_what_was_switched(monkeypatch):
+    from hooklab import _segments
+
+    def second_fails(name, module, blocks):
+        if name == "head":
+            raise KeyboardInterrupt
+        return switched(name, module, blocks)
+
+    switched, model = _segments.Switched, net()
+    monkeypatch.setattr(_segments, "Switched", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_segments(model, {"body": 1, "head": 1})
+    assert type(model.body) is type(model.head) is nn.Sequential
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -403,6 +421,7 @@ def test_with_fullgraph_it_is_refused_in_words():
     ("plan", "error", "message"),
     [
         ({"bodi": 1}, KeyError, "no layer is called 'bodi'; close: 'body'"),
+        ({"heed": 1}, KeyError, "no layer is called 'heed'; close: 'head'"),
         ({"xyz": 1}, KeyError, "close: 'body'"),
         ({0: 1}, KeyError, "no layer is called 0; close: 'body'"),
         ({"stem": 1}, TypeError, "'stem' should be a Sequential.*found Linear"),
@@ -423,6 +442,11 @@ def test_a_bad_plan_is_refused_and_nothing_has_changed(plan, error, message):
         checkpoint_segments(model, plan)
     assert type(model.body) is type(model.head) is nn.Sequential
     assert "_hooklab_blocks" not in model.body.__dict__
+
+
+def test_a_model_without_a_sequential_is_refused_in_words():
+    with pytest.raises(KeyError, match="'body'; close: no Sequential in this model"):
+        checkpoint_segments(nn.Linear(2, 2), {"body": 1})
 
 
 def test_a_sequential_with_its_own_forward_is_refused():
@@ -467,6 +491,8 @@ def test_a_layer_that_is_never_called_is_announced():
         warnings.simplefilter("error")
         with pytest.raises(KeyError), checkpoint_segments(model, {"body": 1}):
             raise KeyError
+        with checkpoint_segments(model, {"body": 1}):
+            model.body(torch.randn(8, 6))
 
 
 # ---- what once went wrong ----
