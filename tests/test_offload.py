@@ -87,6 +87,17 @@ def test_what_is_saved_twice_is_moved_once():
     assert store.reads == store.writes  # read once as well, though used twice
 
 
+@pytest.mark.parametrize("room", [0, 40, 79])
+def test_what_is_saved_three_times_is_read_once_also_where_there_is_room_for_it_alone(room):
+    def compute(x):
+        y = x.exp()
+        return y.sin() + y.cos()
+
+    store = CountingStore()
+    offload = same(compute, leaf(10), to=store, prefetch=room)
+    assert (offload.moved_bytes, store.reads) == (40, 1)
+
+
 def test_the_output_of_relu_is_also_the_input_of_the_next_layer():
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     x = torch.randn(5, 4)
