@@ -452,6 +452,46 @@ def test_a_model_that_is_not_called_is_announced():
         pass
 
 
+def test_a_block_ends_without_a_warning_where_something_was_saved_or_nothing_is_expected():
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with saved_tensors(model) as saved:
+            model(torch.ones(1, 2))
+        with saved_tensors(), torch.no_grad():
+            model(torch.ones(1, 2))
+    assert len(saved) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_model_with_buffers_that_have_no_memory_to_speak_of():
+    class Wrapping(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("sparse", torch.eye(3).to_sparse())
+            self.register_buffer("compressed", torch.eye(3).to_sparse_csr())
+            self.register_buffer("wrapped", Wrapping(torch.ones(3)))
+
+        def forward(self, x):
+            return torch.sparse.mm(self.sparse, self.linear(x))
+
+    model = Model()
+    with saved_tensors(model) as saved:
+        y = model(torch.ones(3, 3))
+    assert [(one.module, one.bytes) for one in saved] == [("linear", 36), ("Model", 2 * 3 * 8 + 12)]
+    y.sum().backward()
+
+
 # ---- what once went wrong ----
 
 
