@@ -575,6 +575,27 @@ os.waitpid(child, 0)
     assert run.stdout.split() == ["True", "0"], run.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_a_forked_process_that_lets_a_disk_go_leaves_the_content_to_the_other(tmp_path):
+    script = """
+import gc, os, sys, torch
+from hooklab.stores import Disk
+store = Disk(sys.argv[1])
+slot = store.write(torch.arange(5.0))
+child = os.fork()
+if not child:
+    del slot, store
+    gc.collect()
+    os._exit(0)
+os.waitpid(child, 0)
+print(*store.read(slot).tolist())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.split() == ["0.0", "1.0", "2.0", "3.0", "4.0"], run.stderr
+
+
 def test_a_disk_from_before_a_fork_is_refused(monkeypatch):
     store = Disk()
     slot = store.write(torch.ones(3))
