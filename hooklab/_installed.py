@@ -47,6 +47,8 @@ def _idle_again(protocol: int) -> tuple:
 class Installed:
     """Owns the handles it was given: removes those and no others, at `.remove()` or at the end of a `with`."""
 
+    _gone = "its hooks have been removed, and do not come back"
+
     def __init__(self, what: str = "", layers: Iterable[nn.Module] = ()) -> None:
         self._handles: list[Any] = []
         self._what, self._layers = what, WeakSet(layers)  # that calls are expected of; empty once removed
@@ -70,10 +72,7 @@ class Installed:
 
     def __enter__(self) -> Self:
         if not self._handles:
-            raise RuntimeError(
-                f"{self._what or type(self).__name__}: what it installed has been removed, and does not come back; call the "
-                "function again"
-            )
+            raise RuntimeError(f"{self._what or type(self).__name__}: {self._gone}; call the function again")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -16,6 +16,8 @@ __all__ = ["Segments"]
 class Segments(Installed):
     """The Sequentials that run in segments: what `checkpoint_segments` returns."""
 
+    _gone = "its Sequentials have been switched back"
+
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
         super().__init__("checkpoint_segments")
         try:
