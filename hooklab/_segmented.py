@@ -31,11 +31,9 @@ class Segmented(nn.Sequential):
     _hooklab_blocks: int  # in a segment; 0 once it runs plainly again
     _hooklab_called: list[bool]  # empty until it is
 
-    def __getitem__(self, index: Any) -> Any:
-        part = super().__getitem__(index)
-        if isinstance(index, slice):
-            part.__class__ = self._hooklab_kind
-        return part
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A slice, which calls the class of what it is taken from, is an ordinary Sequential."""
+        return cls._hooklab_kind(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy, and what is pickled, is an ordinary Sequential: no handle knows it."""
