@@ -107,6 +107,11 @@ class State:
             if in_use:
                 parametrize._cache_enabled, parametrize._cache = self.cached[0], dict(self.cached[1])
             yield
+        except RuntimeError as error:
+            # The word that all is computed again loses its name on the way through TorchScript; it never had a text.
+            message = str(error).rstrip()
+            if "TorchScript interpreter" not in message or not message.endswith("RuntimeError:"):
+                raise
         finally:
             if in_use:
                 parametrize._cache_enabled, parametrize._cache = cached

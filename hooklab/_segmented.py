@@ -1,20 +1,19 @@
 """A Sequential that saves its input now and then, and computes the rest again in backward."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._compiler import compiling
 from hooklab._reachable import within
-from hooklab._segment_state import State, copy_of, version_of
+from hooklab._segment_state import State, version_of
 
 __all__ = ["Segmented"]
 
@@ -50,10 +49,10 @@ class Segmented(nn.Sequential):
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
         for start in range(0, len(blocks), size):
-            segment, after = blocks[start : start + size], blocks[start + size : start + size + 1]
             # A block in place edits what it is given; a block before it may hand that on from further up.
-            copies = any(getattr(block, "inplace", False) for block in (segment[0], *after))
-            input = run_saving_input(segment, input, copies)
+            firsts = blocks[start::size][:2]  # of this segment and of the next
+            copies = any(getattr(block, "inplace", False) for block in firsts)
+            input = run_saving_input(blocks[start : start + size], input, copies)
         return input
 
 
@@ -64,33 +63,28 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "checkpoint_segments does not work inside torch.compile (which has its own way to compute again) or "
             "torch.export; remove it before, or compile the blocks: for block in model.layer1: block.compile()"
         )
+    apart = partial(_apart, copies)
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
-    leaves = list(map(_apart, leaves))
-    if copies:  # are saved; the segment gets the input itself, as without us
-        leaves = tree_map_only(Tensor, copy_of, leaves)
-    # Blocks may write into a list, a dict or an object: the first run has the caller's own, later ones a copy.
+    leaves = list(map(apart, leaves))
+    # Blocks may write into what they are given: the first run has the caller's own, later ones a copy of what is saved.
     given = [input]
 
     def run(*leaves: Any) -> Any:
-        if copies and not given:
-            leaves = tree_map_only(Tensor, torch.clone, leaves)  # what is saved may be wanted once more
-        output = given.pop() if given else tree_unflatten(map(_apart, leaves), spec)
-        if state.before is None:
-            with state.first():
-                return run_blocks(segment, output)
-        with state.again(), _ended_in_torchscript():
-            return run_blocks(segment, output)
+        with state.first() if given else state.again():
+            output = given.pop() if given else tree_unflatten(map(apart, leaves), spec)
+            for block in segment:
+                output = block(output)
+        return output
 
     inputs = _tensors(leaves)
-    versions = list(map(version_of, inputs))
+    versions = [(id(one), version_of(one)) for one in inputs]
     state = State(segment)
     # Stopping early means stopping at the last save, and RReLU fills its noise after that.
     early = not any(
         isinstance(one, nn.RReLU) or getattr(one, "original_name", "") == "RReLU" for one in state.owners
     )
     output = checkpoint(run, *leaves, use_reentrant=False, early_stop=early)
-    found = _tensors(leaves)
-    if list(map(id, found)) != list(map(id, inputs)) or list(map(version_of, found)) != versions:
+    if [(id(one), version_of(one)) for one in _tensors(leaves)] != versions:
         raise RuntimeError(
             f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
             "place, or what an object in it holds, and the input is what is saved; use inplace=False there, or another plan"
@@ -98,26 +92,11 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     return output
 
 
-def run_blocks(segment: list[nn.Module], output: Any) -> Any:
-    """What the blocks return, one after the other."""
-    for block in segment:
-        output = block(output)
-    return output
-
-
-@contextmanager
-def _ended_in_torchscript() -> Iterator[None]:
-    """The word that all is computed again loses its name on the way through TorchScript; it never had a text."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "TorchScript interpreter" not in str(error) or not str(error).rstrip().endswith("RuntimeError:"):
-            raise
-
-
-def _apart(value: Any) -> Any:
-    """A copy of an object of a class of its own, as `data.x = ...; return data` needs it."""
-    if isinstance(value, Tensor | nn.Module):
+def _apart(copies: bool, value: Any) -> Any:
+    """A copy, if it is a tensor and `copies`, or an object of a class of its own: `data.x = ...; return data` needs it."""
+    if isinstance(value, Tensor):
+        return value.clone() if copies else value
+    if isinstance(value, nn.Module):
         return value
     try:
         return copy.copy(value)
