@@ -30,35 +30,24 @@ class State:
 
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
-        # Flags and the buffers, as the forward found them.
-        self.before: tuple[Flags, Named] | None = None
-        self.noted = [vars(one) for one in self.owners]  # what lies in their attributes
-        self.parameters = self.own_parameters()
+        self.parameters = self.named("_parameters")
+        self.flags: Flags = [(one, "training", one.training) for one in self.owners]
+        self.flags += [(one, "__class__", type(one)) for one in self.owners if isinstance(one, nn.Sequential)]
+        self.flags += [
+            (p, "requires_grad", p.requires_grad) for p in self.parameters.values() if p is not None
+        ]
         self.cached = parametrize._cache_enabled, dict(parametrize._cache)
 
-    def buffers(self) -> Named:
-        return {(one, name): buffer for one in self.owners for name, buffer in one._buffers.items()}
+    def named(self, kind: str) -> Named:
+        return {(one, name): tensor for one in self.owners for name, tensor in getattr(one, kind).items()}
 
-    def own_parameters(self) -> Named:
-        """Without those that are gathered for each forward, as by `fully_shard`: these are of the class DTensor."""
-        found = {(one, name): p for one in self.owners for name, p in one._parameters.items()}
-        return {place: p for place, p in found.items() if type(p).__name__ != "DTensor"}
-
-    def flags(self) -> Flags:
-        flags = []
-        for one in self.owners:
-            names = ("training", "__class__") if isinstance(one, nn.Sequential) else ("training",)
-            flags += [(one, name, getattr(one, name)) for name in names]
-            flags += [
-                (p, "requires_grad", p.requires_grad) for p in one._parameters.values() if p is not None
-            ]
-        return flags
-
-    def put(self, flags: Flags, buffers: Named) -> None:
+    def put(self, flags: Flags, parameters: Named, buffers: Named) -> None:
         for one, name, value in flags:
-            if getattr(one, name) != value:
+            if getattr(one, name) is not value:
                 setattr(one, name, value)
-        for module, name in self.buffers().keys() - buffers.keys():  # a forward may register one
+        for (module, name), parameter in parameters.items():
+            module._parameters[name] = parameter
+        for module, name in self.named("_buffers").keys() - buffers.keys():  # a forward may register one
             del module._buffers[name]
         for (module, name), buffer in buffers.items():
             module._buffers[name] = buffer
@@ -66,21 +55,19 @@ class State:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
-        flags, found = self.flags(), self.buffers()
-        values = _copies(found)
+        found = self.named("_buffers")
         # The forward may itself take a derivative, for which this is computed again.
-        self.used, self.before = {}, (flags, _replaced(found, values))
+        self.used, self.buffers = {}, _copied(found)
         try:
             yield
         finally:  # a graph that ends in an error may be used, too
-            parameters = (p for one in self.owners for p in one._parameters.values() if _is_there(p))
-            unchanged = [b for b, old in values.items() if b.numel() > SMALL and _equal(old, b)]
-            # Of these there is no copy: with the version and the memory that the forward has used.
+            # Of these there is no copy, but the version and the memory that the forward has used.
+            unchanged = {place: b for place, b in found.items() if _is_as_before(b, self.buffers[place])}
+            self.buffers |= unchanged
+            used = (*self.named("_parameters").values(), *unchanged.values())
             self.used = {
-                tensor: (version_of(tensor), _memory(tensor)) for tensor in (*parameters, *unchanged)
+                tensor: (version_of(tensor), _memory(tensor)) for tensor in used if _is_there(tensor)
             }
-            values.update(zip(unchanged, unchanged, strict=True))
-            self.before = flags, _replaced(found, values)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -94,18 +81,16 @@ class State:
                     f"checkpoint_segments: {what} was given other memory between forward and backward (`.data = ...`, "
                     "vector_to_parameters, model.to); run backward before that"
                 )
-        flags, before = self.before
-        copies = _copies(before)  # memory may be full: nothing is replaced yet
-        # Also of what has been replaced since then.
-        now = self.flags() + [(one, name, getattr(one, name)) for one, name, _ in flags], self.buffers()
-        noted = [dict(each) for each in self.noted]
-        parameters, cached = self.own_parameters(), (parametrize._cache_enabled, parametrize._cache)
-        in_use = self.cached[0] or cached[0]
+        copies = _copied(self.buffers)  # memory may be full: nothing is replaced yet
+        flags, (enabled, cache) = list(self.flags), self.cached
+        if enabled or parametrize._cache_enabled:  # else it is left to other threads
+            flags += [(parametrize, "_cache_enabled", enabled), (parametrize, "_cache", dict(cache))]
+        now = [(one, name, getattr(one, name)) for one, name, _ in flags]
+        parameters, buffers = _own(self.named("_parameters")), self.named("_buffers")
+        given = _own(self.parameters)
+        noted = [(vars(one), dict(vars(one))) for one in self.owners]
         try:
-            _swap({place: self.parameters.get(place, p) for place, p in parameters.items()})
-            self.put(flags, _replaced(before, copies))
-            if in_use:
-                parametrize._cache_enabled, parametrize._cache = self.cached[0], dict(self.cached[1])
+            self.put(flags, {place: given.get(place, p) for place, p in parameters.items()}, copies)
             yield
         except RuntimeError as error:
             # The word that all is computed again loses its name on the way through TorchScript; it never had a text.
@@ -113,37 +98,31 @@ class State:
             if "TorchScript interpreter" not in message or not message.endswith("RuntimeError:"):
                 raise
         finally:
-            if in_use:
-                parametrize._cache_enabled, parametrize._cache = cached
-            _swap(parameters)
-            self.put(*now)
-            for each, old in zip(self.noted, noted, strict=True):
-                for name in each.keys() - old.keys():
-                    del each[name]
-                each.update(old)
-
-
-def _swap(parameters: Named) -> None:
-    for (module, name), parameter in parameters.items():
-        module._parameters[name] = parameter
+            self.put(now, parameters, buffers)
+            for own, old in noted:
+                for name in own.keys() - old.keys():
+                    del own[name]
+                own.update(old)
 
 
 def _is_there(tensor: Tensor | None) -> bool:
     return tensor is not None and not nn.parameter.is_lazy(tensor)
 
 
-def _copies(buffers: Named) -> dict[Tensor, Tensor]:
-    """One of each, though it may have several names."""
-    return {b: copy_of(b) for b in set(buffers.values()) if _is_there(b)}
+def _own(parameters: Named) -> Named:
+    """Without those that are gathered for each forward, as by `fully_shard`: these are of the class DTensor."""
+    return {place: p for place, p in parameters.items() if type(p).__name__ != "DTensor"}
 
 
-def _replaced(buffers: Named, by: dict[Tensor, Tensor]) -> Named:
-    return {place: by.get(buffer, buffer) for place, buffer in buffers.items()}
+def _copied(buffers: Named) -> Named:
+    """Each is copied once, though it may have several names."""
+    copies = {b: copy_of(b) for b in set(buffers.values()) if _is_there(b)}
+    return {place: copies.get(b, b) for place, b in buffers.items()}
 
 
-def _equal(old: Tensor, buffer: Tensor) -> bool:
-    """What cannot be compared counts as changed."""
-    return is_plain(old) and not old.is_meta and torch.equal(old, buffer)
+def _is_as_before(buffer: Tensor | None, old: Tensor | None) -> bool:
+    """True of a large one that was not changed; what cannot be compared counts as changed."""
+    return is_plain(old) and old.numel() > SMALL and not old.is_meta and torch.equal(old, buffer)
 
 
 def copy_of(tensor: Tensor) -> Tensor:
