@@ -43,18 +43,14 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
     module = modules[name]
     if isinstance(module, Segmented):
-        again = (
-            "remove that first"
-            if module._hooklab_blocks
-            else "and was sharded then; make a new model, and shard it first"
-        )
-        state = "runs" if module._hooklab_blocks else "once ran"
-        raise ValueError(f"checkpoint_segments: {name!r} {state} in segments already; {again}")
+        said = "runs in segments already; remove that first"
+        if not module._hooklab_blocks:
+            said = "once ran in segments already; and was sharded then; make a new model, and shard it first"
+        raise ValueError(f"checkpoint_segments: {name!r} {said}")
     ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if not ordinary or "forward" in vars(module):
         raise TypeError(
-            f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found "
-            f"{_found(module)}"
+            f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found {_found(module)}"
         )
     return module
 
