@@ -31,11 +31,10 @@ class State:
     def __init__(self, segment: list[nn.Module]):
         self.owners = list(dict.fromkeys(module for block in segment for module in block.modules()))
         self.parameters = self.named("_parameters")
-        self.flags: Flags = [(one, "training", one.training) for one in self.owners]
-        self.flags += [(one, "__class__", type(one)) for one in self.owners if isinstance(one, nn.Sequential)]
-        self.flags += [
-            (p, "requires_grad", p.requires_grad) for p in self.parameters.values() if p is not None
-        ]
+        places = [(one, "training") for one in self.owners]
+        places += [(one, "__class__") for one in self.owners if isinstance(one, nn.Sequential)]
+        places += [(p, "requires_grad") for p in self.parameters.values() if p is not None]
+        self.flags: Flags = [(one, name, getattr(one, name)) for one, name in places]
         self.cached = parametrize._cache_enabled, dict(parametrize._cache)
 
     def named(self, kind: str) -> Named:
@@ -65,18 +64,17 @@ class State:
             unchanged = {place: b for place, b in found.items() if _is_as_before(b, self.buffers[place])}
             self.buffers |= unchanged
             used = (*self.named("_parameters").values(), *unchanged.values())
-            self.used = {
-                tensor: (version_of(tensor), _memory(tensor)) for tensor in used if _is_there(tensor)
-            }
+            self.used = {tensor: _mark(tensor) for tensor in used if _is_there(tensor)}
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around computing it again."""
         for tensor, (version, memory) in self.used.items():
             what = f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {list(tensor.shape)}"
-            if version_of(tensor) != version:
-                refuse_edited(what, tensor._version, version)
-            if memory and (now := _memory(tensor)) and now != memory:
+            version_now, memory_now = _mark(tensor)
+            if version_now != version:
+                refuse_edited(what, version_now, version)
+            if memory and memory_now and memory_now != memory:
                 raise RuntimeError(
                     f"checkpoint_segments: {what} was given other memory between forward and backward (`.data = ...`, "
                     "vector_to_parameters, model.to); run backward before that"
@@ -135,6 +133,6 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef | None:
-    """What `.data = ...` replaces; None where there is no memory to speak of, or it is gathered for each use."""
-    return StorageWeakRef(tensor.untyped_storage()) if has_memory(tensor) else None
+def _mark(tensor: Tensor) -> tuple[int | None, StorageWeakRef | None]:
+    """Its version, and the memory that `.data = ...` replaces; None where there is none, or it is gathered for each use."""
+    return version_of(tensor), StorageWeakRef(tensor.untyped_storage()) if has_memory(tensor) else None
