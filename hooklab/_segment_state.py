@@ -11,12 +11,12 @@ from torch.nn.utils import parametrize
 
 from hooklab._packing import has_memory, is_plain, refuse_edited
 
-__all__ = ["State", "copy_of", "version_of"]
+__all__ = ["State", "version_of"]
 
 SMALL = 4096  # numbers
 Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values
-# Buffers or parameters, by their owner and their name there.
-Named = dict[tuple[nn.Module, str], Tensor | None]
+# Buffers (of the kind "_buffers") or parameters, by their owner, their kind and their name there.
+Named = dict[tuple[nn.Module, str, str], Tensor | None]
 
 
 class State:
@@ -38,18 +38,17 @@ class State:
         self.cached = parametrize._cache_enabled, dict(parametrize._cache)
 
     def named(self, kind: str) -> Named:
-        return {(one, name): tensor for one in self.owners for name, tensor in getattr(one, kind).items()}
+        return {(m, kind, name): tensor for m in self.owners for name, tensor in getattr(m, kind).items()}
 
-    def put(self, flags: Flags, parameters: Named, buffers: Named) -> None:
+    def put(self, flags: Flags, tensors: Named) -> None:
         for one, name, value in flags:
             if getattr(one, name) is not value:
                 setattr(one, name, value)
-        for (module, name), parameter in parameters.items():
-            module._parameters[name] = parameter
-        for module, name in self.named("_buffers").keys() - buffers.keys():  # a forward may register one
-            del module._buffers[name]
-        for (module, name), buffer in buffers.items():
-            module._buffers[name] = buffer
+        # A forward may register a buffer.
+        for module, kind, name in self.named("_buffers").keys() - tensors.keys():
+            del getattr(module, kind)[name]
+        for (module, kind, name), tensor in tensors.items():
+            getattr(module, kind)[name] = tensor
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -85,10 +84,10 @@ class State:
             flags += [(parametrize, "_cache_enabled", enabled), (parametrize, "_cache", dict(cache))]
         now = [(one, name, getattr(one, name)) for one, name, _ in flags]
         parameters, buffers = _own(self.named("_parameters")), self.named("_buffers")
-        given = _own(self.parameters)
+        given = {place: p for place, p in _own(self.parameters).items() if place in parameters}
         noted = [(vars(one), dict(vars(one))) for one in self.owners]
         try:
-            self.put(flags, {place: given.get(place, p) for place, p in parameters.items()}, copies)
+            self.put(flags, given | copies)
             yield
         except RuntimeError as error:
             # The word that all is computed again loses its name on the way through TorchScript; it never had a text.
@@ -96,7 +95,7 @@ class State:
             if "TorchScript interpreter" not in message or not message.endswith("RuntimeError:"):
                 raise
         finally:
-            self.put(now, parameters, buffers)
+            self.put(now, parameters | buffers)
             for own, old in noted:
                 for name in own.keys() - old.keys():
                     del own[name]
