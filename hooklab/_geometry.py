@@ -10,28 +10,26 @@ class Geometry:
     """Shape, strides, dtype and device of a strided tensor; `flat` takes its content, `rebuild` puts it back.
 
     Attributes:
-        span: elements of memory from the first to the last.
-        core: the shape, with 1 where expand repeats.
         has_gaps: True for a slice: between its elements lie others that are not its own.
-        nbytes: what has to be moved.
+        core: shape and strides of what has to be moved: of a slice its own elements, without what expand repeats; else
+            all the memory from the first to the last, in one row.
+        nbytes: of the core.
     """
 
     def __init__(self, tensor: Tensor):
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.dtype, self.device, self.conj = tensor.dtype, tensor.device, tensor.is_conj()
         sizes = list(zip(self.shape, self.strides, strict=True))
-        self.core = tuple(1 if stride == 0 else size for size, stride in sizes)
-        self.span = 1 + sum((size - 1) * stride for size, stride in sizes)
-        elements = torch.Size(self.core).numel()
-        self.has_gaps = self.span > elements
-        self.nbytes = min(self.span, elements) * self.dtype.itemsize
+        own = torch.Size(1 if stride == 0 else size for size, stride in sizes)
+        span = torch.Size([1 + sum((size - 1) * stride for size, stride in sizes)])
+        self.has_gaps = span.numel() > own.numel()
+        self.core = (own, self.strides) if self.has_gaps else (span, (1,))
+        self.nbytes = self.core[0].numel() * self.dtype.itemsize
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The content as a 1-D tensor: a view of the same memory, or for a slice a copy of its own elements."""
         physical = tensor.conj() if self.conj else tensor  # the bits as they lie in memory
-        if self.has_gaps:
-            return physical.as_strided(self.core, self.strides).contiguous().view(-1)
-        return physical.as_strided((self.span,), (1,))
+        return physical.as_strided(*self.core).contiguous().view(-1)
 
     def rebuild(self, flat: Tensor) -> Tensor:
         """A tensor with the content of `flat`, laid out as the first one was; TypeError if it cannot be that."""
@@ -44,7 +42,7 @@ class Geometry:
             )
         memory = flat.contiguous().to(self.device)
         if self.has_gaps:
-            memory = torch.empty(self.span, dtype=self.dtype, device=self.device)
-            memory.as_strided(self.core, self.strides).copy_(flat.reshape(self.core))
+            apart = torch.empty_strided(*self.core, dtype=self.dtype, device=self.device)
+            memory = apart.copy_(memory.view(apart.shape))
         tensor = memory.as_strided(self.shape, self.strides)
         return tensor.conj() if self.conj else tensor
