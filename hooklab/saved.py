@@ -207,9 +207,7 @@ class Offload:
         # Autograd keeps both with the graph, which must not keep the model: its own result may lie in an attribute.
         pack = weakref.WeakMethod(self._pack)
         # Contexts may be left in another order, and this object be gone before its hooks.
-        hooks = _packing.installed(
-            lambda tensor: _packing.hold(tensor) if (own := pack()) is None else own(tensor), _unpack
-        )
+        hooks = _packing.installed(lambda tensor: (pack() or _packing.hold)(tensor), _unpack)
         hooks.__enter__()
         self._queue.enter()
         _opened.blocks = *blocks, (self, hooks)
@@ -236,14 +234,13 @@ class Offload:
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         self._saved_any = True
         storage = tensor.untyped_storage() if _packing.is_plain(tensor) else None
-        if _packing.is_parameter(tensor) or storage in self._own:
-            return _packing.hold(tensor)
-        if self._queue.lock._is_owned():  # a signal handler or a finalizer, in the middle of a move
-            storage = None
-        if storage is not None and storage.nbytes() >= self._min_bytes and self._reaches(tensor):
-            return self._queue.pack(tensor)
-        with self._queue.lock:
-            self._queue.saved_bytes += nbytes(tensor)
+        if not _packing.is_parameter(tensor) and storage not in self._own:
+            large = storage is not None and storage.nbytes() >= self._min_bytes
+            # A signal handler or a finalizer that runs in the middle of a move owns the lock.
+            if large and not self._queue.lock._is_owned() and self._reaches(tensor):
+                return self._queue.pack(tensor)
+            with self._queue.lock:
+                self._queue.saved_bytes += nbytes(tensor)
         return _packing.hold(tensor)
 
 
