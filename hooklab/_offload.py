@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hooklab._compiler import eager
 from hooklab._geometry import Geometry
-from hooklab._packing import hold, refuse_edited, unhold, version_probe
+from hooklab._packing import hold, refuse_edited, version_probe
 from hooklab.stores import Disk, PinnedMemory
 
 __all__ = ["Packed", "Queue"]
@@ -31,16 +31,16 @@ class Room:
             self.entered -= self.left.popleft()
         return self.entered
 
-    def enter(self, nbytes: int, memory: Any = None) -> "Stay | None":
+    def enter(self, nbytes: int) -> "Stay | None":
         """None if there is no room."""
         full = self.used and self.used + nbytes > self.nbytes
-        return None if full else Stay(self, nbytes, memory)
+        return None if full else Stay(self, nbytes)
 
 
 class Stay:
     """Bytes in a room. They leave it when nobody holds this any more."""
 
-    def __init__(self, room: Room, nbytes: int, memory: Any):
+    def __init__(self, room: Room, nbytes: int, memory: Any = None):
         self.room, self.nbytes, self.memory = room, nbytes, memory
         room.entered += nbytes
 
@@ -52,64 +52,60 @@ class Stay:
 class Packed:
     """One saved tensor, and what is needed to give it back. It goes when the graph goes."""
 
-    stay: Stay | None = None  # None: in the store, and nowhere else
+    tensor: Tensor | None = None  # what was read, while it is wanted once more
 
-    def __init__(self, queue: "Queue", tensor: Tensor):
+    def __init__(self, queue: "Queue", tensor: Tensor, stay: Stay):
         self.queue, self.number = queue, queue.count
+        self.stay: Stay | None = stay  # None: in the store, and nowhere else
         self.geometry = Geometry(tensor)
-        self.nbytes = self.geometry.nbytes
         self.storage = weakref.ref(tensor.untyped_storage())
-        # The tensor itself until it moves; after that what was read, as long as it is wanted once more.
-        self.tensor, self.version = hold(tensor)
+        # The tensor itself; when it has moved, its version counter alone.
+        self.held, self.version = hold(tensor)
         # Without a gradient it may be filled only after it is saved, as the noise of RReLU is.
         self.unfilled = not tensor.requires_grad
-        self.uses = self.left = 0  # how often it was saved; how often it is still wanted
+        self.uses = 0  # how often it was saved
 
     def move(self) -> None:
         """Write the content to the store. Of the tensor only the version counter stays."""
-        flat, store = self.geometry.flat(self.tensor), self.queue.store
+        flat, store = self.geometry.flat(self.held), self.queue.store
         # Ours copy at once. Another one may keep or pickle what it is given, and all the memory behind a view with it.
         if not isinstance(store, Disk | PinnedMemory) and flat.nbytes < flat.untyped_storage().nbytes():
             flat = flat.clone()
         self.slot = store.write(flat)
-        self.counter, self.tensor, self.stay = version_probe(self.tensor), None, None
+        self.held, self.stay = version_probe(self.held), None
 
     def content(self) -> Tensor:
         """The tensor as it was. Saved twice, it is read once, if there is room to keep it so long."""
-        if self.is_in(self.queue.waiting):
-            return unhold((self.tensor, self.version))
         edits = 0 if self.tensor is None else self.tensor._version  # by a backward that was given it
-        if (found := self.counter._version + edits) != self.version:
-            refuse_edited(f"{self.counter.type()} {list(self.geometry.shape)}", found, self.version)
-        if self.tensor is None:
-            self.tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data  # whose version is 0
-            self.left, self.stay = self.uses, None
-        tensor, self.left = self.tensor, self.left - 1
-        if self.left > 0 and not self.is_in(self.queue.again):
-            self.stay = self.queue.again.enter(tensor.untyped_storage().nbytes())
-        if self.left <= 0 or self.stay is None:
-            self.tensor = self.stay = None
+        if (found := self.held._version + edits) != self.version:
+            refuse_edited(f"{self.held.type()} {list(self.geometry.shape)}", found, self.version)
+        if self.held.numel():  # it has not moved
+            return self.held
+        if (tensor := self.tensor) is None:
+            tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data  # whose version is 0
+            self.left, self.stay = self.uses, self.queue.again.enter(tensor.untyped_storage().nbytes())
+        self.left -= 1  # so often it is still wanted
+        if self.left <= 0:
+            self.stay = None
+        self.tensor = tensor if self.stay else None
         return tensor
 
     def read_ahead(self) -> bool:
         """Begin to read; False if there is no room."""
-        if self.stay is None and (stay := self.queue.ahead.enter(self.nbytes)):
+        if self.stay is None and (stay := self.queue.ahead.enter(self.geometry.nbytes)):
             with suppress(OSError, RuntimeError):  # it was a hint; what is really wrong, `read` will say
                 self.queue.store.prefetch(self.slot)
                 self.stay = stay
         return self.stay is not None
 
-    def is_in(self, room: Room) -> bool:
-        return self.stay is not None and self.stay.room is room
-
 
 class Queue:
     """Saved tensors on their way to the store, the oldest first; the newest may stay, within `keep` bytes."""
 
-    def __init__(self, store: Any, keep: float, prefetch: int):
-        self.store, self.keep = store, keep
+    def __init__(self, store: Any, keep: int, prefetch: int):
+        self.store = store
         self.reads_ahead = prefetch > 0 and hasattr(store, "prefetch")
-        self.waiting = Room(math.inf)  # to be moved
+        self.waiting = Room(math.inf if store is None else keep)  # to be moved, beyond that at once
         self.ahead = Room(prefetch)  # read before it is wanted
         self.again = Room(prefetch)  # read, and wanted a second time
         # By place and version, and by number.
@@ -132,13 +128,12 @@ class Queue:
             packed = self.found.get(key)
             # A new storage may have the id of a dead one.
             if packed is None or packed.storage() is not storage:
-                self.found[key] = self.packed[self.count] = packed = Packed(self, tensor)
                 # Its whole memory waits with it, and counts once, however many share it.
-                packed.stay = self.memories.get(id(storage)) or self.waiting.enter(storage.nbytes(), storage)
-                self.memories[id(storage)] = packed.stay
+                stay = self.memories.setdefault(id(storage), Stay(self.waiting, storage.nbytes(), storage))
+                self.found[key] = self.packed[self.count] = packed = Packed(self, tensor, stay)
                 self.newest.setdefault(threading.get_ident(), deque(maxlen=2)).append(self.count)
                 self.count += 1
-                self.saved_bytes += packed.nbytes
+                self.saved_bytes += packed.geometry.nbytes
                 self.make_room()
             packed.uses += 1
         return packed
@@ -147,12 +142,12 @@ class Queue:
     def make_room(self) -> None:
         """Move the oldest. Of the newest an unfilled one stays: its operation may still run."""
         with self.lock:
-            while self.waiting.used > self.keep and self.oldest < self.count:
+            while self.waiting.used > self.waiting.nbytes and self.oldest < self.count:
                 if (packed := self.packed.get(self.oldest)) is not None:
                     if packed.unfilled and any(self.oldest in numbers for numbers in self.newest.values()):
                         return
                     packed.move()  # if this raises, it still waits
-                    self.moved_bytes += packed.nbytes
+                    self.moved_bytes += packed.geometry.nbytes
                 self.oldest += 1
 
     def enter(self) -> None:

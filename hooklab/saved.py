@@ -1,6 +1,5 @@
 """Part 3 of the course: what autograd saves for backward, moving it elsewhere, or computing it again."""
 
-import math
 import threading
 import weakref
 from collections.abc import Mapping
@@ -187,7 +186,7 @@ class Offload:
         prefetch = _refuse.count("Offload", "prefetch", prefetch)
         self._min_bytes = _refuse.count("Offload", "min_bytes", min_bytes)
         self._reaches = getattr(store, "reaches", lambda tensor: True)
-        self._queue = Queue(store, math.inf if store is None else keep, prefetch)
+        self._queue = Queue(store, keep, prefetch)
         self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # the storages of parameters and buffers
 
     @property
