@@ -3,7 +3,7 @@
 import math
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import suppress
 from typing import Any
 
@@ -61,8 +61,6 @@ class Packed:
         self.storage = weakref.ref(tensor.untyped_storage())
         # The tensor itself; when it has moved, its version counter alone.
         self.held, self.version = hold(tensor)
-        # Without a gradient it may be filled only after it is saved, as the noise of RReLU is.
-        self.unfilled = not tensor.requires_grad
         self.uses = 0  # how often it was saved
 
     def move(self) -> None:
@@ -112,8 +110,9 @@ class Queue:
         self.found: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
         self.packed: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
         self.memories: weakref.WeakValueDictionary[int, Stay] = weakref.WeakValueDictionary()  # that wait
-        # Of each thread in a block its two newest: the operation that saved them may still run.
-        self.newest: dict[int, deque[int]] = {}
+        # Of each thread in a block its two newest, whose operation may still run; None for one with a gradient. Without
+        # it may be filled only after it is saved, as the noise of RReLU is.
+        self.newest: defaultdict[int, deque[int | None]] = defaultdict(lambda: deque(maxlen=2))
         self.blocks = 0  # that are open
         self.count = self.oldest = 0  # the numbers before the oldest have moved
         self.reached = -1  # how far reading ahead has come
@@ -131,7 +130,7 @@ class Queue:
                 # Its whole memory waits with it, and counts once, however many share it.
                 stay = self.memories.setdefault(id(storage), Stay(self.waiting, storage.nbytes(), storage))
                 self.found[key] = self.packed[self.count] = packed = Packed(self, tensor, stay)
-                self.newest.setdefault(threading.get_ident(), deque(maxlen=2)).append(self.count)
+                self.newest[threading.get_ident()].append(None if tensor.requires_grad else self.count)
                 self.count += 1
                 self.saved_bytes += packed.geometry.nbytes
                 self.make_room()
@@ -140,11 +139,11 @@ class Queue:
 
     @eager
     def make_room(self) -> None:
-        """Move the oldest. Of the newest an unfilled one stays: its operation may still run."""
+        """Move the oldest, but none that may still be filled."""
         with self.lock:
             while self.waiting.used > self.waiting.nbytes and self.oldest < self.count:
                 if (packed := self.packed.get(self.oldest)) is not None:
-                    if packed.unfilled and any(self.oldest in numbers for numbers in self.newest.values()):
+                    if any(self.oldest in numbers for numbers in self.newest.values()):
                         return
                     packed.move()  # if this raises, it still waits
                     self.moved_bytes += packed.geometry.nbytes
