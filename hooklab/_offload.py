@@ -103,15 +103,15 @@ class Queue:
     def __init__(self, store: Any, keep: int, prefetch: int):
         self.store = store
         self.reads_ahead = prefetch > 0 and hasattr(store, "prefetch")
-        self.waiting = Room(math.inf if store is None else keep)  # to be moved, beyond that at once
+        self.waiting = Room(math.inf if store is None else keep)  # to be moved; beyond `keep` the oldest is
         self.ahead = Room(prefetch)  # read before it is wanted
         self.again = Room(prefetch)  # read, and wanted a second time
         # By place and version, and by number.
         self.found: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
         self.packed: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
         self.memories: weakref.WeakValueDictionary[int, Stay] = weakref.WeakValueDictionary()  # that wait
-        # Of each thread in a block its two newest, whose operation may still run; None for one with a gradient. Without
-        # it may be filled only after it is saved, as the noise of RReLU is.
+        # Of each thread in a block its two newest: the operation that saved them may still run, and fill one that needs
+        # no gradient, as RReLU does its noise. None for those that need one.
         self.newest: defaultdict[int, deque[int | None]] = defaultdict(lambda: deque(maxlen=2))
         self.blocks = 0  # that are open
         self.count = self.oldest = 0  # the numbers before the oldest have moved

@@ -257,8 +257,7 @@ def _store(to: Any) -> Any:
         raise TypeError(
             f"Offload(to=...): expected a store, found the class {to.__name__}; make one: to={to.__name__}()"
         )
-    missing = [name for name in ("write", "read") if not callable(getattr(to, name, None))]
-    if missing:
+    if missing := [name for name in ("write", "read") if not callable(getattr(to, name, None))]:
         found = f"{to!r}" if isinstance(to, str) else f"{type(to).__name__} without {' and '.join(missing)}"
         raise TypeError(
             f'Offload(to=...): expected "cpu", "disk", or a store with write(tensor) -> slot and '
