@@ -30,10 +30,10 @@ class Row:
     """Which bytes of a row are free. The smallest gap that fits is used; neighbouring gaps join."""
 
     def __init__(self, length: float = math.inf):
-        self.ends: dict[int, float] = {0: length}  # of the gaps: where each ends, by where it begins
-        self.starts: dict[float, int] = {length: 0}  # the other way round
-        self.sizes: list[tuple[float, int]] = [(length, 0)]  # sorted, each with where it begins
-        self.freed: deque[tuple[int, int]] = deque()  # by slots, not yet among the gaps
+        self.ends: dict[int, float] = {}  # of the gaps: where each ends, by where it begins
+        self.starts: dict[float, int] = {}  # the other way round
+        self.sizes: list[tuple[float, int]] = []  # sorted, each with where it begins
+        self.freed: deque[tuple[int, float]] = deque([(0, length)])  # not yet among the gaps
 
     def take(self, nbytes: int) -> int | None:
         """Where `nbytes` may begin, or None if the row is full."""
@@ -42,28 +42,23 @@ class Row:
         place = bisect_left(self.sizes, (size, 0))
         if place == len(self.sizes):
             return None
-        start = self.sizes[place][1]
-        if start + size < (end := self._close(start)):
-            self._open(start + size, end)
+        room, start = self.sizes.pop(place)
+        del self.starts[self.ends.pop(start)]
+        if size < room:
+            self.freed.append((start + size, start + room))
+            self.join()
         return start
 
     def join(self) -> None:
-        """Make gaps of what slots have given back."""
+        """Make gaps of what is free again, each with the gaps beside it."""
         while self.freed:
             start, end = self.freed.popleft()
-            if (before := self.starts.get(start)) is not None:
-                self._close(before)
-                start = before
-            self._open(start, self._close(end) if end in self.ends else end)
-
-    def _open(self, start: int, end: float) -> None:
-        self.ends[start], self.starts[end] = end, start
-        insort(self.sizes, (end - start, start))
-
-    def _close(self, start: int) -> float:
-        end = self.ends.pop(start)
-        del self.starts[end], self.sizes[bisect_left(self.sizes, (end - start, start))]
-        return end
+            first, last = self.starts.pop(start, start), self.ends.pop(end, end)
+            for left, right in (first, start), (end, last):
+                if left < right:  # was a gap
+                    del self.sizes[bisect_left(self.sizes, (right - left, left))]
+            self.ends[first], self.starts[last] = last, first
+            insort(self.sizes, (last - first, first))
 
 
 def aligned(nbytes: int) -> int:
