@@ -120,7 +120,7 @@ class Disk:
             f"Disk: a store cannot be copied or pickled, its slots belong to it; make another one: Disk({self.folder!r})"
         )
 
-    def _move(self, flat: Tensor, start: int, reads: bool) -> None:
+    def _move(self, flat: Tensor, at: int, reads: bool) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
                 "Disk: this store was made before the process was forked, and its file belongs to the other process; "
@@ -128,17 +128,15 @@ class Disk:
             )
         rest, file = memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()), self._file
         while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
-            if reads and hasattr(os, "preadv"):
-                done = os.preadv(file.fileno(), [rest], start)
-            elif not reads and hasattr(os, "pwrite"):
-                done = os.pwrite(file.fileno(), rest, start)
+            if hasattr(os, "preadv" if reads else "pwrite"):
+                done = os.preadv(file.fileno(), [rest], at) if reads else os.pwrite(file.fileno(), rest, at)
             else:
                 with self._lock:  # the file has one position
-                    file.seek(start)
+                    file.seek(at)
                     done = file.readinto(rest) if reads else file.write(rest)
             if not done:
                 raise OSError(errno.EIO, f"Disk: the file in {self.folder} has been cut short")
-            rest, start = rest[done:], start + done
+            rest, at = rest[done:], at + done
 
     def _full(self, what: str, wanted: int) -> str:
         with self._lock:
