@@ -151,10 +151,9 @@ class Disk:
 
 def _close(file: Any, process: int) -> None:
     # A process that was forked since may hold the file open: its room is to be free all the same.
-    if os.getpid() == process:
-        with suppress(OSError):
+    with file, suppress(OSError):
+        if os.getpid() == process:
             file.truncate(0)
-    file.close()
 
 
 class PinnedMemory:
