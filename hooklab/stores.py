@@ -73,10 +73,8 @@ class Disk:
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
         except OSError as error:
-            what = (
-                f"Disk: no file can be made in this folder ({error.strerror}); give one that you may write to"
-            )
-            raise OSError(error.errno, what, self.folder) from error
+            what = f"no file can be made in this folder ({error.strerror}); give one that you may write to"
+            raise OSError(error.errno, f"Disk: {what}", self.folder) from error
         self._process = os.getpid()
         weakref.finalize(self, _close, self._file, self._process)
         self._row = Row()
@@ -116,16 +114,13 @@ class Disk:
             os.posix_fadvise(self._file.fileno(), slot.start, slot.nbytes, os.POSIX_FADV_WILLNEED)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            f"Disk: a store cannot be copied or pickled, its slots belong to it; make another one: Disk({self.folder!r})"
-        )
+        advice = f"make another one: Disk({self.folder!r})"
+        raise TypeError(f"Disk: a store cannot be copied or pickled, its slots belong to it; {advice}")
 
     def _move(self, flat: Tensor, at: int, reads: bool) -> None:
         if os.getpid() != self._process:
-            raise RuntimeError(
-                "Disk: this store was made before the process was forked, and its file belongs to the other process; "
-                "make one in each process"
-            )
+            advice = "its file belongs to the other process; make one in each process"
+            raise RuntimeError(f"Disk: this store was made before the process was forked, and {advice}")
         rest, file = memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()), self._file
         while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
             if hasattr(os, "preadv" if reads else "pwrite"):
@@ -143,10 +138,8 @@ class Disk:
             self._row.join()
             self._file.truncate(self._row.starts[math.inf])  # what was written of it before the disk was full
         free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
-        return (
-            f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; make room, or give a folder "
-            "on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
-        )
+        advice = "make room, or give a folder on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
+        return f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; {advice}"
 
 
 def _close(file: Any, process: int) -> None:
