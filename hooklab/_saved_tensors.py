@@ -145,7 +145,8 @@ class SavedTensors(Sequence[SavedTensor]):
         refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        self._unnamed: weakref.WeakSet[Saved] = weakref.WeakSet()  # and the Node is not there yet
+        # What is saved, under which hooks, and the Node is not there yet.
+        self._unnamed: weakref.WeakKeyDictionary[Saved, Any] = weakref.WeakKeyDictionary()
         owners = ((tensor.untyped_storage(), name) for name, tensor in owned(self._model))
         self._owners = weakref.WeakKeyDictionary(owners)
         modules = self._model.named_modules() if self._model is not None else ()
@@ -154,14 +155,13 @@ class SavedTensors(Sequence[SavedTensor]):
             ours = [self]  # while the block is open
             contexts.callback(ours.clear)
             contexts.enter_context(_packing.installed(*_hooks(ours)))
-            self._ours = _packing.outer_hooks()
             if NODE_CREATION_HOOK is not None:
                 contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
             self._contexts = contexts.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        contexts, self._contexts, self._ours = self._contexts, None, None
+        contexts, self._contexts = self._contexts, None
         contexts.close()
         if kind is None and not self._records:
             _packing.warn_of_nothing("saved_tensors", self._model)
@@ -172,7 +172,7 @@ class SavedTensors(Sequence[SavedTensor]):
         record = SavedTensor(self._module(), "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
         self._records.append(record)
         saved = Saved(self._log, record, content)
-        self._unnamed.add(saved)
+        self._unnamed[saved] = _packing.outer_hooks()  # ours, or others that pass on to them
         return saved
 
     def _module(self) -> str:
@@ -200,17 +200,11 @@ class SavedTensors(Sequence[SavedTensor]):
     @eager
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ not in SAVES_NOTHING:
-            # Those of an operation that failed are gone. A checkpoint saves its input by itself: its Nodes are not ours.
-            for saved in self._unnamed if self._reached() else ():
-                saved.record.operation = node_name(node)
+            # Those of an operation that failed are gone. A checkpoint saves its input by itself, before its own hooks come.
+            for saved, hooks in self._unnamed.items():
+                if hooks == _packing.outer_hooks():
+                    saved.record.operation = node_name(node)
             self._unnamed.clear()
-
-    def _reached(self) -> bool:
-        """True if what is saved now comes to our hooks, perhaps through others that pass it on."""
-        top = _packing.outer_hooks()
-        while top is not None and top != self._ours:
-            top = getattr(top[0], "hooklab_outer", None)
-        return top is not None
 
 
 class Saved:
@@ -247,7 +241,6 @@ def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
             saved.record.operation = "" if node is None else node_name(node)
         return outer[1](saved.content)
 
-    pack.hooklab_outer = outer
     return pack, unpack
 
 

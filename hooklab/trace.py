@@ -299,7 +299,6 @@ class Trace:
                 self._record("unpack", self._node().where, first_shape(tensor), self._node().inside)
             return unhold(packed) if outer is None else tensor
 
-        pack.hooklab_outer = outer
         return pack, unpack
 
     # ---- the clock ----
