@@ -73,7 +73,7 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def __reduce__(self) -> Any:
         """What was recorded can be copied and pickled, as a part of a model perhaps; the block stays where it is."""
-        return _recorded, (list(self._records), list(self._log))
+        return SavedTensors, (None,), {"_records": list(self._records), "_log": list(self._log)}
 
     # ---- what a reader asks for ----
 
@@ -217,12 +217,6 @@ class Saved:
     @eager
     def __del__(self) -> None:
         self.log.append((self.record, -1))
-
-
-def _recorded(records: list[SavedTensor], log: list[tuple[SavedTensor, int]]) -> SavedTensors:
-    saved = SavedTensors(None)
-    saved._records, saved._log = records, log
-    return saved
 
 
 def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
