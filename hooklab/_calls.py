@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import nn
 
-__all__ = ["CALL", "called_by_itself", "forget_interrupted", "is_running", "leave", "outermost"]
+__all__ = ["CALL", "called_by_itself", "calls", "forget_interrupted", "is_running", "leave", "outermost"]
 
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
 
@@ -30,18 +30,18 @@ def leave(running: list[tuple], module: nn.Module) -> bool:
 
 def called_by_itself(module: nn.Module) -> bool:
     """True if a call of `module` is running inside another call of it."""
-    return sum(frame["self"] is module for frame in _calls()) > 1
+    return sum(frame["self"] is module for frame in calls()) > 1
 
 
 def is_running(module: nn.Module) -> bool:
     """True if a call of `module` is running in this thread."""
-    return any(frame["self"] is module for frame in _calls())
+    return any(frame["self"] is module for frame in calls())
 
 
 def outermost(modules: set[nn.Module]) -> Callable[[], object] | None:
     """Leads to an object that is new in each call: in the outermost one of `modules` that is running, if any."""
     found = None
-    for frame in _calls():
+    for frame in calls():
         if frame["self"] in modules:
             found = frame
     if found is None:
@@ -52,7 +52,7 @@ def outermost(modules: set[nn.Module]) -> Callable[[], object] | None:
     return lambda: kwargs  # an empty dictionary, mostly
 
 
-def _calls() -> Iterator[Mapping[str, Any]]:
+def calls() -> Iterator[Mapping[str, Any]]:
     """The names of each call of a module that is running in this thread, the innermost first."""
     frame = sys._getframe()
     while frame is not None:
@@ -63,12 +63,12 @@ def _calls() -> Iterator[Mapping[str, Any]]:
 
 def forget_interrupted(running: list[tuple]) -> None:
     """A call begins: what is noted as running, as (module, ...), and is not was interrupted, which no hook hears of."""
-    frame, calls = sys._getframe() if running else None, []
+    frame, around = sys._getframe() if running else None, []
     while frame is not None:
         if frame.f_code is CALL:
-            calls.append(frame.f_locals["self"])
+            around.append(frame.f_locals["self"])
         elif frame.f_code.co_name.removeprefix("torch_dynamo_resume_in_").startswith("_call_impl"):
             return  # compiled: what it calls cannot be told
         frame = frame.f_back
-    while running and all(module is not running[-1][0] for module in calls[1:]):
+    while running and all(module is not running[-1][0] for module in around[1:]):
         running.pop()

@@ -1,7 +1,6 @@
 """What `saved_tensors` returns: a record of every tensor that autograd saves, and of what is still held."""
 
 import itertools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from hooklab import _packing
-from hooklab._calls import CALL
+from hooklab._calls import calls
 from hooklab._compiler import eager, refuse_compiling
 from hooklab._containers import first_shape
 from hooklab._nodes import node_name
@@ -169,20 +168,13 @@ class SavedTensors(Sequence[SavedTensor]):
     # ---- the hooks ----
 
     def _record(self, tensor: Tensor, content: Any) -> "Saved":
-        record = SavedTensor(self._module(), "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
+        # Of the calls that are running in this thread, the innermost first.
+        module = next((self._names[call["self"]] for call in calls() if call["self"] in self._names), "")
+        record = SavedTensor(module, "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
         self._records.append(record)
         saved = Saved(self._log, record, content)
         self._unnamed[saved] = _packing.outer_hooks()  # ours, or others that pass on to them
         return saved
-
-    def _module(self) -> str:
-        """The name of the innermost module that is being called in this thread."""
-        frame = sys._getframe()
-        while frame is not None:
-            if frame.f_code is CALL and frame.f_locals["self"] in self._names:
-                return self._names[frame.f_locals["self"]]
-            frame = frame.f_back
-        return ""
 
     def _memory(self, tensor: Tensor) -> tuple[int, int, int, int, str]:
         """Its bytes; and number, bytes, version and owner of the memory behind it."""
