@@ -1,6 +1,5 @@
 """What `saved_tensors` returns: a record of every tensor that autograd saves, and of what is still held."""
 
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,9 +64,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self._model = model
         self._records: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
-        # Of storages: the number and the owner.
-        self._memories: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count(1)
+        self._memories: dict[Any, tuple[int, str]] = {}  # number and owner, by weak reference to the storage
         self._contexts: ExitStack | None = None  # while the block is open
 
     def __reduce__(self) -> Any:
@@ -146,8 +143,7 @@ class SavedTensors(Sequence[SavedTensor]):
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         # What is saved, under which hooks, and the Node is not there yet.
         self._unnamed: weakref.WeakKeyDictionary[Saved, Any] = weakref.WeakKeyDictionary()
-        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(self._model))
-        self._owners = weakref.WeakKeyDictionary(owners)
+        self._owners = {weakref.ref(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
@@ -181,13 +177,12 @@ class SavedTensors(Sequence[SavedTensor]):
         parts, size = SPARSE.get(tensor.layout), nbytes(tensor)
         try:  # one stands for all parts
             storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
+            memory, whole = weakref.ref(storage), size if parts else storage.nbytes()
+            owner = self._owners.get(memory, "parameter" if _packing.is_parameter(tensor) else "")
         except (RuntimeError, NotImplementedError):  # it has none of its own
-            return size, next(self._numbers), size, tensor._version, ""
-        if storage not in self._memories:
-            owner = self._owners.get(storage, "parameter" if _packing.is_parameter(tensor) else "")
-            self._memories[storage] = next(self._numbers), owner
-        number, owner = self._memories[storage]
-        return size, number, size if parts else storage.nbytes(), tensor._version, owner
+            memory, whole, owner = object(), size, ""
+        number, owner = self._memories.setdefault(memory, (len(self._memories) + 1, owner))
+        return size, number, whole, tensor._version, owner
 
     @eager
     def _on_node(self, node: graph.Node) -> None:
