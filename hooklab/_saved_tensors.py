@@ -130,10 +130,8 @@ class SavedTensors(Sequence[SavedTensor]):
         return len(self._records)
 
     def __repr__(self) -> str:
-        return (
-            f"SavedTensors({len(self)} tensors, {self.total_bytes:,} bytes, {self.unique_bytes:,} of them unique, "
-            f"{self.parameter_bytes:,} in parameters and buffers)"
-        )
+        sizes = f"{len(self)} tensors, {self.total_bytes:,} bytes, {self.unique_bytes:,} of them unique"
+        return f"SavedTensors({sizes}, {self.parameter_bytes:,} in parameters and buffers)"
 
     # ---- the block ----
 
@@ -241,8 +239,5 @@ def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:
-    """The bytes of each memory that they lie in, by its number."""
-    found: dict[int, int] = {}
-    for record in records:
-        found[record.storage] = max(record.storage_bytes, found.get(record.storage, 0))
-    return found
+    """The bytes of each memory that they lie in, by its number; the largest counts."""
+    return {r.storage: r.storage_bytes for r in sorted(records, key=lambda r: r.storage_bytes)}
