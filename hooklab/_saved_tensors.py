@@ -65,7 +65,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self._records: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
         self._memories: dict[Any, tuple[int, str]] = {}  # number and owner, by weak reference to the storage
-        self._contexts: ExitStack | None = None  # while the block is open
+        self._open: list[SavedTensors] = []  # while the block is open, itself
 
     def __reduce__(self) -> Any:
         """What was recorded can be copied and pickled, as a part of a model perhaps; the block stays where it is."""
@@ -137,7 +137,7 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def __enter__(self) -> "SavedTensors":
         refuse_compiling("saved_tensors")
-        if self._contexts is not None:
+        if self._open:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         # What is saved, under which hooks, and the Node is not there yet.
         self._unnamed: weakref.WeakKeyDictionary[Saved, Any] = weakref.WeakKeyDictionary()
@@ -145,17 +145,16 @@ class SavedTensors(Sequence[SavedTensor]):
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
-            ours = [self]  # while the block is open
-            contexts.callback(ours.clear)
-            contexts.enter_context(_packing.installed(*_hooks(ours)))
+            self._open = [self]  # each block has its own
+            contexts.callback(self._open.clear)
+            contexts.enter_context(_packing.installed(*_hooks(self._open)))
             if NODE_CREATION_HOOK is not None:
                 contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
             self._contexts = contexts.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        contexts, self._contexts = self._contexts, None
-        contexts.close()
+        self._contexts.close()
         if kind is None and not self._records:
             _packing.warn_of_nothing("saved_tensors", self._model)
 
