@@ -117,10 +117,9 @@ class SavedTensors(Sequence[SavedTensor]):
             new = _memories(r for r in records if r.storage not in seen and not r.owner)
             seen.update(new)
             names = (r.operation.removesuffix("0").removesuffix("Backward") or "-" for r in records)
-            sizes = (len(records), sum(record.bytes for record in records), sum(new.values()))
-            rows.append((module or "-", ", ".join(dict.fromkeys(names)), *(f"{size:,}" for size in sizes)))
-        new_bytes = self.unique_bytes - self.parameter_bytes
-        rows.append(("total", "", *(f"{size:,}" for size in (len(self), self.total_bytes, new_bytes))))
+            sizes = len(records), sum(record.bytes for record in records), sum(new.values())
+            rows.append((module or "-", ", ".join(dict.fromkeys(names)), *sizes))
+        rows.append(("total", "", len(self), self.total_bytes, self.unique_bytes - self.parameter_bytes))
         return table(rows, left=2)
 
     def __getitem__(self, index: Any) -> Any:

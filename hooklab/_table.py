@@ -5,9 +5,9 @@ from collections.abc import Iterable
 __all__ = ["table"]
 
 
-def table(rows: Iterable[tuple[str, ...]], left: int = 1) -> str:
-    """Rows of cells as aligned lines; the first `left` columns are text, the others numbers."""
-    rows = list(rows)
+def table(rows: Iterable[tuple[str | int, ...]], left: int = 1) -> str:
+    """Rows of cells as aligned lines; the first `left` columns are text, the others numbers, perhaps written already."""
+    rows = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = (
         [*map(str.ljust, row[:left], widths[:left]), *map(str.rjust, row[left:], widths[left:])]
