@@ -213,9 +213,9 @@ def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
     def unpack(saved: Any) -> Tensor:
         if not isinstance(saved, Saved):
             return outer[1](saved)
-        if NODE_CREATION_HOOK is None and not saved.record.operation:
-            node = torch._C._current_autograd_node()  # None outside backward
-            saved.record.operation = "" if node is None else node_name(node)
+        # Outside backward there is no Node.
+        if NODE_CREATION_HOOK is None and (node := torch._C._current_autograd_node()) is not None:
+            saved.record.operation = saved.record.operation or node_name(node)
         return outer[1](saved.content)
 
     return pack, unpack
