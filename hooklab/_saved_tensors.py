@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -228,12 +228,10 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def owned(model: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
+def owned(model: nn.Module | None) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that have memory, by name."""
-    if model is not None:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
-                yield name, tensor
+    named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+    return [(name, t) for name, t in named if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided]
 
 
 def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:
