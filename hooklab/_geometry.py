@@ -19,11 +19,10 @@ class Geometry:
     def __init__(self, tensor: Tensor):
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.dtype, self.device, self.conj = tensor.dtype, tensor.device, tensor.is_conj()
-        sizes = list(zip(self.shape, self.strides, strict=True))
-        own = torch.Size(1 if stride == 0 else size for size, stride in sizes)
-        span = torch.Size([1 + sum((size - 1) * stride for size, stride in sizes)])
-        self.has_gaps = span.numel() > own.numel()
-        self.core = (own, self.strides) if self.has_gaps else (span, (1,))
+        own = torch.Size(size if stride else 1 for size, stride in zip(self.shape, self.strides, strict=True))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(own, self.strides, strict=True))
+        self.has_gaps = span > own.numel()
+        self.core = (own, self.strides) if self.has_gaps else (torch.Size([span]), (1,))
         self.nbytes = self.core[0].numel() * self.dtype.itemsize
 
     def flat(self, tensor: Tensor) -> Tensor:
@@ -33,16 +32,14 @@ class Geometry:
 
     def rebuild(self, flat: Tensor) -> Tensor:
         """A tensor with the content of `flat`, laid out as the first one was; TypeError if it cannot be that."""
-        elements = self.nbytes // self.dtype.itemsize
-        if not isinstance(flat, Tensor) or flat.dtype != self.dtype or flat.numel() != elements:
+        if not isinstance(flat, Tensor) or flat.dtype != self.dtype or flat.numel() != self.core[0].numel():
             found = f"{flat.dtype} {list(flat.shape)}" if isinstance(flat, Tensor) else type(flat).__name__
             raise TypeError(
-                f"the store was given {self.dtype} [{elements}] and gave back {found}; read(slot) should return "
+                f"the store was given {self.dtype} [{self.core[0].numel()}] and gave back {found}; read(slot) should return "
                 "what write(tensor) was given, bit for bit"
             )
         memory = flat.contiguous().to(self.device)
         if self.has_gaps:
-            apart = torch.empty_strided(*self.core, dtype=self.dtype, device=self.device)
-            memory = apart.copy_(memory.view(apart.shape))
+            memory = memory.new_empty_strided(*self.core).copy_(memory.view(self.core[0]))
         tensor = memory.as_strided(self.shape, self.strides)
         return tensor.conj() if self.conj else tensor
