@@ -102,9 +102,8 @@ class Queue:
 
     def __init__(self, store: Any, keep: int, prefetch: int):
         self.store = store
-        self.reads_ahead = prefetch > 0 and hasattr(store, "prefetch")
         self.waiting = Room(math.inf if store is None else keep)  # to be moved; beyond `keep` the oldest is
-        self.ahead = Room(prefetch)  # read before it is wanted
+        self.ahead = Room(prefetch if hasattr(store, "prefetch") else 0)  # read before it is wanted
         self.again = Room(prefetch)  # read, and wanted a second time
         # By place and version, and by number.
         self.found: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
@@ -166,7 +165,7 @@ class Queue:
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:
             tensor = packed.content()
-            if self.reads_ahead:
+            if self.ahead.nbytes:
                 self.read_ahead(packed.number)
         return tensor
 
