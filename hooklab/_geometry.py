@@ -33,11 +33,10 @@ class Geometry:
     def rebuild(self, flat: Tensor) -> Tensor:
         """A tensor with the content of `flat`, laid out as the first one was; TypeError if it cannot be that."""
         if not isinstance(flat, Tensor) or flat.dtype != self.dtype or flat.numel() != self.core[0].numel():
+            given = f"{self.dtype} [{self.core[0].numel()}]"
             found = f"{flat.dtype} {list(flat.shape)}" if isinstance(flat, Tensor) else type(flat).__name__
-            raise TypeError(
-                f"the store was given {self.dtype} [{self.core[0].numel()}] and gave back {found}; read(slot) should return "
-                "what write(tensor) was given, bit for bit"
-            )
+            advice = "read(slot) should return what write(tensor) was given, bit for bit"
+            raise TypeError(f"the store was given {given} and gave back {found}; {advice}")
         memory = flat.contiguous().to(self.device)
         if self.has_gaps:
             memory = memory.new_empty_strided(*self.core).copy_(memory.view(self.core[0]))

@@ -63,10 +63,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 def refuse_edited(what: str, found: int, expected: int) -> None:
     """In autograd's own words."""
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{what}] is at version {found}; expected version {expected} instead"
-    )
+    edited = "one of the variables needed for gradient computation has been modified by an inplace operation"
+    raise RuntimeError(f"{edited}: [{what}] is at version {found}; expected version {expected} instead")
 
 
 def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:

@@ -223,9 +223,8 @@ class Offload:
                 _packing.warn_of_nothing("Offload", self._model)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "Offload: it cannot be copied or pickled, nor a model that holds it; make one for each block"
-        )
+        advice = "make one for each block"
+        raise TypeError(f"Offload: it cannot be copied or pickled, nor a model that holds it; {advice}")
 
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
@@ -254,15 +253,12 @@ def _store(to: Any) -> Any:
     if to == "cpu":
         return _pinned() if torch.cuda.is_available() else None
     if isinstance(to, type):
-        raise TypeError(
-            f"Offload(to=...): expected a store, found the class {to.__name__}; make one: to={to.__name__}()"
-        )
+        advice = f"make one: to={to.__name__}()"
+        raise TypeError(f"Offload(to=...): expected a store, found the class {to.__name__}; {advice}")
     if missing := [name for name in ("write", "read") if not callable(getattr(to, name, None))]:
         found = f"{to!r}" if isinstance(to, str) else f"{type(to).__name__} without {' and '.join(missing)}"
-        raise TypeError(
-            f'Offload(to=...): expected "cpu", "disk", or a store with write(tensor) -> slot and '
-            f"read(slot) -> tensor; found {found}"
-        )
+        wanted = '"cpu", "disk", or a store with write(tensor) -> slot and read(slot) -> tensor'
+        raise TypeError(f"Offload(to=...): expected {wanted}; found {found}")
     return to
 
 
