@@ -123,9 +123,8 @@ class Queue:
         place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = (*place, tensor._version, tensor.is_conj())  # negative views never come here
         with self.lock:
-            packed = self.found.get(key)
             # A new storage may have the id of a dead one.
-            if packed is None or packed.storage() is not storage:
+            if (packed := self.found.get(key)) is None or packed.storage() is not storage:
                 # Its whole memory waits with it, and counts once, however many share it.
                 stay = self.memories.setdefault(id(storage), Stay(self.waiting, storage.nbytes(), storage))
                 self.found[key] = self.packed[self.count] = packed = Packed(self, tensor, stay)
@@ -171,9 +170,9 @@ class Queue:
 
     def read_ahead(self, number: int) -> None:
         """Backward goes from the newest to the oldest: go on where the last hint ended, while there is room."""
-        last = self.packed.get(self.reached)
-        if last is not None and last.stay is not None:  # it still waits to be used
-            number = min(number, last.number)
+        # Where what was read ahead last still waits to be used.
+        if (last := self.packed.get(self.reached)) is not None and last.stay is not None:
+            number = min(number, self.reached)
         while (older := self.packed.get(number - 1)) is not None and older.read_ahead():
             number -= 1
         self.reached = number
