@@ -14,7 +14,6 @@ __all__ = [
     "hold",
     "installed",
     "is_parameter",
-    "is_plain",
     "outer_hooks",
     "refuse_edited",
     "unhold",
@@ -49,16 +48,15 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """True for an ordinary tensor, which is no more than bytes in a memory of its own."""
+def has_memory(tensor: Tensor) -> bool:
+    """True for an ordinary tensor, which is no more than bytes in a memory that can be asked for.
+
+    Of those inside torch.func's transforms it cannot.
+    """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
         return False
-    return not (tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor._is_zerotensor())
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """True for a plain tensor whose memory can be asked for: of those inside torch.func's transforms it cannot."""
-    return is_plain(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    odd = tensor.is_nested or tensor.is_quantized or tensor.is_neg() or tensor._is_zerotensor()
+    return not (odd or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def refuse_edited(what: str, found: int, expected: int) -> None:

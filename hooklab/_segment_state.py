@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
-from hooklab._packing import has_memory, is_plain, refuse_edited
+from hooklab._packing import has_memory, refuse_edited
 
 __all__ = ["State", "version_of"]
 
@@ -119,7 +119,7 @@ def _copied(buffers: Named) -> Named:
 
 def _is_as_before(buffer: Tensor | None, old: Tensor | None) -> bool:
     """True of a large one that was not changed; what cannot be compared counts as changed."""
-    return is_plain(old) and old.numel() > SMALL and not old.is_meta and torch.equal(old, buffer)
+    return has_memory(old) and old.numel() > SMALL and not old.is_meta and torch.equal(old, buffer)
 
 
 def copy_of(tensor: Tensor) -> Tensor:

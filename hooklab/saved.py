@@ -231,7 +231,7 @@ class Offload:
 
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
         self._saved_any = True
-        storage = tensor.untyped_storage() if _packing.is_plain(tensor) else None
+        storage = tensor.untyped_storage() if _packing.has_memory(tensor) else None
         if not _packing.is_parameter(tensor) and storage not in self._own:
             large = storage is not None and storage.nbytes() >= self._min_bytes
             # A signal handler or a finalizer that runs in the middle of a move owns the lock.
