@@ -28,7 +28,7 @@ class Geometry:
     def flat(self, tensor: Tensor) -> Tensor:
         """The content as a 1-D tensor: a view of the same memory, or for a slice a copy of its own elements."""
         physical = tensor.conj() if self.conj else tensor  # the bits as they lie in memory
-        return physical.as_strided(*self.core).contiguous().view(-1)
+        return physical.as_strided(*self.core).flatten().contiguous()
 
     def rebuild(self, flat: Tensor) -> Tensor:
         """A tensor with the content of `flat`, laid out as the first one was; TypeError if it cannot be that."""

@@ -81,7 +81,8 @@ class Packed:
             return self.held
         if (tensor := self.tensor) is None:
             tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data  # whose version is 0
-            self.left, self.stay = self.uses, self.queue.again.enter(tensor.untyped_storage().nbytes())
+            self.left = self.uses
+            self.stay = self.queue.again.enter(tensor.untyped_storage().nbytes()) if self.uses > 1 else None
         self.left -= 1  # so often it is still wanted
         if self.left <= 0:
             self.stay = None
