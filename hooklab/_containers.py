@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
 
-__all__ = ["first_shape", "map_tensors", "shapes", "tensors_in"]
+__all__ = ["copied", "first_shape", "map_tensors", "shapes", "tensors_in"]
 
 PLAIN = frozenset([type(None), bool, int, float, str])  # they hold nothing
 
@@ -113,14 +113,14 @@ def _mapped(each: Callable[[Any], Any], value: Any, around: dict[int, Any]) -> A
             vars(new).update({name: each(item) for name, item in vars(value).items()})
         return new
     if isinstance(value, list):
-        around[id(value)] = new = _copied(value, [])
+        around[id(value)] = new = copied(value, [])
         items = [each(item) for item in value]
         with suppress(Exception):  # it may be one that cannot be written to
             new[:] = items
             return new
         return items
     if isinstance(value, dict):
-        around[id(value)] = new = _copied(value, {})  # of its own class, with its own default
+        around[id(value)] = new = copied(value, {})  # of its own class, with its own default
         items = {key: each(item) for key, item in value.items()}
         with suppress(Exception):
             return _filled(new, items, value)
@@ -145,10 +145,11 @@ def _mapped(each: Callable[[Any], Any], value: Any, around: dict[int, Any]) -> A
     return value
 
 
-def _copied(value: Any, plain: Any) -> Any:
+def copied(value: Any, plain: Any) -> Any:
+    """A copy one level deep; `plain` of what cannot be copied."""
     try:
         return copy.copy(value)
-    except Exception:  # it writes into the copy, as nobody may
+    except Exception:  # a lock, a file, a generator; or it writes into the copy, as nobody may
         return plain
 
 

@@ -1,7 +1,5 @@
 """A Sequential that saves its input now and then, and computes the rest again in backward."""
 
-import copy
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._compiler import compiling
+from hooklab._containers import copied
 from hooklab._reachable import within
 from hooklab._segment_state import State, version_of
 
@@ -63,15 +62,14 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "checkpoint_segments does not work inside torch.compile (which has its own way to compute again) or "
             "torch.export; remove it before, or compile the blocks: for block in model.layer1: block.compile()"
         )
-    apart = partial(_apart, copies)
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
-    leaves = list(map(apart, leaves))
+    leaves = [_apart(leaf, copies) for leaf in leaves]
     # Blocks may write into what they are given: the first run has the caller's own, later ones a copy of what is saved.
     given = [input]
 
     def run(*leaves: Any) -> Any:
         with state.first() if given else state.again():
-            output = given.pop() if given else tree_unflatten(map(apart, leaves), spec)
+            output = given.pop() if given else tree_unflatten([_apart(leaf, copies) for leaf in leaves], spec)
             for block in segment:
                 output = block(output)
         return output
@@ -92,16 +90,11 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     return output
 
 
-def _apart(copies: bool, value: Any) -> Any:
+def _apart(value: Any, copies: bool) -> Any:
     """A copy, if it is a tensor and `copies`, or an object of a class of its own: `data.x = ...; return data` needs it."""
     if isinstance(value, Tensor):
         return value.clone() if copies else value
-    if isinstance(value, nn.Module):
-        return value
-    try:
-        return copy.copy(value)
-    except Exception:  # a lock, a file, a generator: there is only one
-        return value
+    return value if isinstance(value, nn.Module) else copied(value, value)
 
 
 def _tensors(leaves: list[Any]) -> list[Tensor]:
