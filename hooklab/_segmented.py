@@ -74,15 +74,12 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
                 output = block(output)
         return output
 
-    inputs = _tensors(leaves)
-    versions = [(id(one), version_of(one)) for one in inputs]
+    before = _versions(leaves)
     state = State(segment)
     # Stopping early means stopping at the last save, and RReLU fills its noise after that.
-    early = not any(
-        isinstance(one, nn.RReLU) or getattr(one, "original_name", "") == "RReLU" for one in state.owners
-    )
-    output = checkpoint(run, *leaves, use_reentrant=False, early_stop=early)
-    if [(id(one), version_of(one)) for one in _tensors(leaves)] != versions:
+    late = (isinstance(m, nn.RReLU) or getattr(m, "original_name", "") == "RReLU" for m in state.owners)
+    output = checkpoint(run, *leaves, use_reentrant=False, early_stop=not any(late))
+    if _versions(leaves) != before:
         raise RuntimeError(
             f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
             "place, or what an object in it holds, and the input is what is saved; use inplace=False there, or another plan"
@@ -97,6 +94,7 @@ def _apart(value: Any, copies: bool) -> Any:
     return value if isinstance(value, nn.Module) else copied(value, value)
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    """Those that an input holds, also inside objects."""
-    return [one for leaf in leaves for one in islice(within(leaf), MAX_PARTS) if isinstance(one, Tensor)]
+def _versions(leaves: list[Any]) -> list[tuple[int, int | None, Tensor]]:
+    """Of the tensors that an input holds, also inside objects. Each is there itself, so that no other gets its id."""
+    parts = (part for leaf in leaves for part in islice(within(leaf), MAX_PARTS))
+    return [(id(part), version_of(part), part) for part in parts if isinstance(part, Tensor)]
