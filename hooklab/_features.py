@@ -70,7 +70,7 @@ class Features(Installed, Outputs):
             if self._detaches
             else (note_kept, keep, self._quick, note, look)
         )
-        try:
+        with self._all_or_none():
             # The first hook to begin and the last to end: a wanted root is recorded in between.
             self._handles.append(
                 root.register_forward_pre_hook(own_hook(Features._begin, self), with_kwargs=True)
@@ -79,9 +79,6 @@ class Features(Installed, Outputs):
                 self._first.update(dict.fromkeys(names, names[0]))
                 self._handles.append(module.register_forward_hook(own_hook(hook, names[0], *shared)))
             self._handles.append(root.register_forward_hook(own_hook(Features._end, self), always_call=True))
-        except BaseException:
-            self.remove()
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """What was kept, without the model."""

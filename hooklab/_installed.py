@@ -1,7 +1,7 @@
 """Hooks, or other changes, that were installed together and go together."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
@@ -53,6 +53,15 @@ class Installed:
         self._handles: list[Any] = []
         self._what, self._layers = what, WeakSet(layers)  # that calls are expected of; empty once removed
         self._task = graph_task()  # the backward in whose hook this was made
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Around what installs: after an error or an interruption nothing stays."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Take the hooks off again; what was recorded stays. Twice is harmless."""

@@ -29,15 +29,12 @@ class LayerStatistics(Installed, Mapping[str, Statistics]):
         self._called: list[bool] = []  # not empty once a layer whose gradients are counted was called
         self._running: dict[str, Running] = {}
         self._why_silent: dict[str, str] = {}
-        try:
+        with self._all_or_none():
             for module, names in groups(layers):
                 running = Running(bins, range)  # one for all names of a shared module
                 self._running.update(dict.fromkeys(names, running))
                 self._why_silent.update(dict.fromkeys(names, _refuse.why_silent([module])))
                 self._handles.append(module.register_forward_hook(self._hook_for(running)))
-        except BaseException:
-            self.remove()
-            raise
 
     def _hook_for(self, running: Running) -> Callable:
         handles, task = self._handles, self._task

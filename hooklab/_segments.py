@@ -20,12 +20,9 @@ class Segments(Installed):
 
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
         super().__init__("checkpoint_segments")
-        try:
+        with self._all_or_none():
             for name, module in planned(model, plan).items():
                 self._handles.append(Switched(name, module, plan[name]))
-        except BaseException:
-            self.remove()
-            raise
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         idle = [one.name for one in self._handles if not one.module._hooklab_called]

@@ -56,12 +56,9 @@ class Verbose(Installed):
         # Wide enough for most: one layer with a long name must not push all shapes off the page.
         self._names = min(MAX_NAME, max(map(len, labels.values())))
         self._types = min(MAX_TYPE, max(len(type(module).__name__) for module in labels))
-        try:
+        with self._all_or_none():
             for module in {**{self._root: None}, **labels}:  # the root always: it may fail between two layers
                 self._hang(module, labels.get(module))
-        except BaseException:
-            self.remove()
-            raise
 
     def __reduce__(self) -> Any:
         """Nothing is recorded here: what is pickled is an object whose hooks are removed."""
