@@ -1,5 +1,6 @@
 """What `saved_tensors` returns: a record of every tensor that autograd saves, and of what is still held."""
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -65,6 +66,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self._records: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
         self._memories: dict[Any, tuple[int, str]] = {}  # number and owner, by weak reference to the storage
+        self._numbers = itertools.count(1)
         self._open: list[SavedTensors] = []  # while the block is open, itself
 
     def __reduce__(self) -> Any:
@@ -138,18 +140,18 @@ class SavedTensors(Sequence[SavedTensor]):
         refuse_compiling("saved_tensors")
         if self._open:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        # What is saved, under which hooks, and the Node is not there yet.
-        self._unnamed: weakref.WeakKeyDictionary[Saved, Any] = weakref.WeakKeyDictionary()
+        # Of what is saved, and the Node is not there yet: whether the graph still holds it, its record, under which hooks.
+        self._unnamed: list[tuple[weakref.ref[Saved], SavedTensor, Any]] = []
         self._owners = {weakref.ref(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
-            self._open = [self]  # each block has its own
-            contexts.callback(self._open.clear)
-            contexts.enter_context(_packing.installed(*_hooks(self._open)))
+            block = [self]  # each has its own
+            contexts.callback(block.clear)
+            contexts.enter_context(_packing.installed(*_hooks(block)))
             if NODE_CREATION_HOOK is not None:
                 contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
-            self._contexts = contexts.pop_all()
+            self._open, self._contexts = block, contexts.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
@@ -165,7 +167,8 @@ class SavedTensors(Sequence[SavedTensor]):
         record = SavedTensor(module, "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
         self._records.append(record)
         saved = Saved(self._log, record, content)
-        self._unnamed[saved] = _packing.outer_hooks()  # ours, or others that pass on to them
+        # The hooks that are active are ours, or others that pass on to them.
+        self._unnamed.append((weakref.ref(saved), record, _packing.outer_hooks()))
         return saved
 
     def _memory(self, tensor: Tensor) -> tuple[int, int, int, int, str]:
@@ -177,16 +180,17 @@ class SavedTensors(Sequence[SavedTensor]):
             owner = self._owners.get(memory, "parameter" if _packing.is_parameter(tensor) else "")
         except (RuntimeError, NotImplementedError):  # it has none of its own
             memory, whole, owner = object(), size, ""
-        number, owner = self._memories.setdefault(memory, (len(self._memories) + 1, owner))
-        return size, number, whole, tensor._version, owner
+        # Autograd may run in several threads: each memory has one number, and each number one memory.
+        found = self._memories.get(memory) or self._memories.setdefault(memory, (next(self._numbers), owner))
+        return size, found[0], whole, tensor._version, found[1]
 
     @eager
     def _on_node(self, node: graph.Node) -> None:
         if type(node).__name__ not in SAVES_NOTHING:
             # Those of an operation that failed are gone. A checkpoint saves its input by itself, before its own hooks come.
-            for saved, hooks in self._unnamed.items():
-                if hooks == _packing.outer_hooks():
-                    saved.record.operation = node_name(node)
+            for saved, record, hooks in self._unnamed:
+                if saved() is not None and hooks == _packing.outer_hooks():
+                    record.operation = node_name(node)
             self._unnamed.clear()
 
 
