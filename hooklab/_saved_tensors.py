@@ -227,9 +227,8 @@ def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of the elements; of a sparse tensor, of its indices and values."""
-    if parts := SPARSE.get(tensor.layout):
-        return sum(getattr(tensor, part)().nbytes for part in parts)
-    return tensor.numel() * tensor.itemsize
+    parts = [getattr(tensor, part)() for part in SPARSE.get(tensor.layout, ())] or [tensor]
+    return sum(part.numel() * part.itemsize for part in parts)
 
 
 def owned(model: nn.Module | None) -> list[tuple[str, Tensor]]:
