@@ -47,20 +47,17 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         if not module._hooklab_blocks:
             said = "once ran in segments already; and was sharded then; make a new model, and shard it first"
         raise ValueError(f"checkpoint_segments: {name!r} {said}")
-    ordinary = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if not ordinary or "forward" in vars(module):
-        raise TypeError(
-            f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found {_found(module)}"
-        )
-    return module
-
-
-def _found(module: nn.Module) -> str:
     kind = type(module)
-    if isinstance(module, nn.ModuleList):
-        return (
-            f"{kind.__name__}, whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use "
-            "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
+    found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
+    if isinstance(module, nn.Sequential):
+        if kind.forward is nn.Sequential.forward and "forward" not in vars(module):
+            return module
+        found += " with a forward of its own"
+    elif isinstance(module, nn.ModuleList):
+        found += (
+            ", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use the model's own "
+            "switch (of transformers: model.gradient_checkpointing_enable())"
         )
-    name = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
-    return f"{name} with a forward of its own" if isinstance(module, nn.Sequential) else name
+    raise TypeError(
+        f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found {found}"
+    )

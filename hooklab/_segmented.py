@@ -48,9 +48,9 @@ class Segmented(nn.Sequential):
             return super().forward(input)
         blocks, size = list(self), self._hooklab_blocks
         for start in range(0, len(blocks), size):
-            # A block in place edits what it is given; a block before it may hand that on from further up.
-            firsts = blocks[start::size][:2]  # of this segment and of the next
-            copies = any(getattr(block, "inplace", False) for block in firsts)
+            # A block in place edits what it is given; a block before it may hand that on from further up. So the first
+            # ones count, of this segment and of the next.
+            copies = any(getattr(block, "inplace", False) for block in blocks[start::size][:2])
             input = run_saving_input(blocks[start : start + size], input, copies)
         return input
 
