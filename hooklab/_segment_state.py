@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from hooklab._packing import has_memory, refuse_edited
 
-__all__ = ["State", "version_of"]
+__all__ = ["State", "copy_of", "version_of"]
 
 SMALL = 4096  # numbers
 Flags = list[tuple[Any, str, Any]]  # of modules and parameters: attributes and their values

@@ -1,5 +1,6 @@
 """A Sequential that saves its input now and then, and computes the rest again in backward."""
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hooklab._compiler import compiling
 from hooklab._containers import copied
 from hooklab._reachable import within
-from hooklab._segment_state import State, version_of
+from hooklab._segment_state import State, copy_of, version_of
 
 __all__ = ["Segmented"]
 
@@ -63,7 +64,7 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
             "torch.export; remove it before, or compile the blocks: for block in model.layer1: block.compile()"
         )
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
-    leaves = [_apart(leaf, copies) for leaf in leaves]
+    leaves = [_apart(leaf, copies, copy_of) for leaf in leaves]  # a copy that is saved leads no further up
     # Blocks may write into what they are given: the first run has the caller's own, later ones a copy of what is saved.
     given = [input]
 
@@ -87,10 +88,10 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     return output
 
 
-def _apart(value: Any, copies: bool) -> Any:
+def _apart(value: Any, copies: bool, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
     """A copy, if it is a tensor and `copies`, or an object of a class of its own: `data.x = ...; return data` needs it."""
     if isinstance(value, Tensor):
-        return value.clone() if copies else value
+        return copy(value) if copies else value
     return value if isinstance(value, nn.Module) else copied(value, value)
 
 
