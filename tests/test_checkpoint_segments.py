@@ -6,6 +6,7 @@ import gc
 import pickle
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -1008,6 +1009,26 @@ def test_what_a_block_hands_through_is_edited_as_in_plain_training(first):
 
 def test_an_in_place_block_at_the_beginning_edits_what_the_caller_gave():
     equal_gradients(lambda: Around(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Tanh()), {"body": 2})
+
+
+def test_the_copy_of_an_input_that_an_in_place_block_edits_leads_no_further_up():
+    class Cuts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x.detach()).tanh()
+
+    model, x = nn.Sequential(nn.ReLU(inplace=True), Cuts()), torch.ones(2, 4, requires_grad=True)
+    with checkpoint_segments(model, {"": 2}):
+        upstream = x.exp()  # its Node saves it
+        memory = weakref.ref(upstream.untyped_storage())
+        y = model(upstream * 1)
+        del upstream
+        assert memory() is None
+        y.sum().backward()
+    assert model[1].linear.weight.grad.any()
 
 
 class Collecting(nn.Module):
