@@ -138,7 +138,7 @@ class Queue:
 
     @eager
     def make_room(self) -> None:
-        """Move the oldest, but none that may still be filled."""
+        """Beyond `keep` the oldest moves, but none that may still be filled."""
         with self.lock:
             while self.waiting.used > self.waiting.nbytes and self.oldest < self.count:
                 if (packed := self.packed.get(self.oldest)) is not None:

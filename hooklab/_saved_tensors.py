@@ -148,6 +148,7 @@ class SavedTensors(Sequence[SavedTensor]):
         with ExitStack() as contexts:
             block = [self]  # each has its own
             contexts.callback(block.clear)
+            contexts.callback(self._unnamed.clear)  # it holds the hooks of others
             contexts.enter_context(_packing.installed(*_hooks(block)))
             if NODE_CREATION_HOOK is not None:
                 contexts.enter_context(NODE_CREATION_HOOK(self._on_node))

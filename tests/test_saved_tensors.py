@@ -580,6 +580,24 @@ def test_a_result_in_an_attribute_of_the_model_keeps_neither_alive():
     assert alive() is None
 
 
+def test_the_records_do_not_keep_the_hooks_around_the_block(monkeypatch):
+    monkeypatch.setattr(
+        "hooklab._saved_tensors.NODE_CREATION_HOOK", None
+    )  # nothing that was saved gets a name
+    around = nn.Linear(3, 3)
+
+    def pack(tensor, around=around):
+        return tensor.detach()
+
+    with graph.saved_tensors_hooks(pack, lambda tensor: tensor), saved_tensors() as saved:
+        leaf(3).exp()
+    alive = weakref.ref(around)
+    del pack, around
+    gc.collect()
+    assert len(saved) == 1
+    assert alive() is None
+
+
 def test_a_sparse_tensor_and_its_values():
     values, dense = leaf(100), leaf(100, 3)
     indices = torch.arange(100).repeat(2, 1)
