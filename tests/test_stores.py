@@ -247,6 +247,14 @@ def test_a_file_that_may_not_grow_further_is_named(tmp_path, monkeypatch):
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("missing", ["preadv", "pwrite"])
+def test_a_system_may_have_one_of_both_calls(missing, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, missing, raising=False)
+    store = Disk(tmp_path)
+    slots = [store.write(torch.full((1_000,), number)) for number in range(3)]
+    assert [store.read(slot).tolist() for slot in slots] == [[number] * 1_000 for number in range(3)]
+
+
 def test_where_the_system_can_only_seek_the_disk_serves_threads_too(tmp_path, monkeypatch):
     for name in ("preadv", "pwrite", "posix_fadvise", "fstatvfs"):
         monkeypatch.delattr(os, name, raising=False)
