@@ -90,6 +90,35 @@ def test_without_the_hook_of_new_nodes_backward_tells_the_operation(monkeypatch)
     assert [one.operation for one in saved] == ["ExpBackward0", "SinBackward0"]
 
 
+def test_without_it_an_operation_keeps_its_name_when_another_one_reads_what_it_saved(monkeypatch):
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            read.append(y.grad_fn._saved_result if read else None)
+            return grad
+
+    monkeypatch.setattr("hooklab._saved_tensors.NODE_CREATION_HOOK", None)
+    with saved_tensors() as saved:
+        y = leaf(3).exp()
+    z, read = Reads.apply(y), []
+    z.sum().backward(retain_graph=True)
+    torch.autograd.grad(z.sum(), y)
+    assert torch.equal(read[1], y)
+    assert [one.operation for one in saved] == ["ExpBackward0"]
+
+
+def test_a_parameter_that_no_model_names_is_called_parameter():
+    x = leaf(1, 2)
+    with saved_tensors() as saved:
+        nn.Linear(2, 2)(x).sum()
+    assert sorted(record.owner for record in saved) == ["", "parameter"]
+    assert (saved.parameter_bytes, saved.unique_bytes) == (16, 24)
+
+
 def test_a_forward_interrupted_from_the_keyboard_does_not_name_what_follows():
     def interrupt(*args):
         raise KeyboardInterrupt
