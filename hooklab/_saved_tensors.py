@@ -65,7 +65,8 @@ class SavedTensors(Sequence[SavedTensor]):
         self._model = model
         self._records: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, int]] = []  # 1: saved, -1: let go
-        self._memories: dict[Any, tuple[int, str]] = {}  # number and owner, by weak reference to the storage
+        # Of storages: the number and the owner. Dead ones go: others come to lie in their places, and hash as they did.
+        self._memories: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._open: list[SavedTensors] = []  # while the block is open, itself
 
@@ -142,7 +143,8 @@ class SavedTensors(Sequence[SavedTensor]):
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
         # Of what is saved, and the Node is not there yet: whether the graph still holds it, its record, under which hooks.
         self._unnamed: list[tuple[weakref.ref[Saved], SavedTensor, Any]] = []
-        self._owners = {weakref.ref(tensor.untyped_storage()): name for name, tensor in owned(self._model)}
+        owners = ((tensor.untyped_storage(), name) for name, tensor in owned(self._model))
+        self._owners = weakref.WeakKeyDictionary(owners)
         modules = self._model.named_modules() if self._model is not None else ()
         self._names = {module: name or type(module).__name__ for name, module in modules}
         with ExitStack() as contexts:
@@ -177,12 +179,13 @@ class SavedTensors(Sequence[SavedTensor]):
         parts, size = SPARSE.get(tensor.layout), nbytes(tensor)
         try:  # one stands for all parts
             storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
-            memory, whole = weakref.ref(storage), size if parts else storage.nbytes()
-            owner = self._owners.get(memory, "parameter" if _packing.is_parameter(tensor) else "")
+            whole = size if parts else storage.nbytes()
         except (RuntimeError, NotImplementedError):  # it has none of its own
-            memory, whole, owner = object(), size, ""
+            return size, next(self._numbers), size, tensor._version, ""
         # Autograd may run in several threads: each memory has one number, and each number one memory.
-        found = self._memories.get(memory) or self._memories.setdefault(memory, (next(self._numbers), owner))
+        if (found := self._memories.get(storage)) is None:
+            owner = self._owners.get(storage, "parameter" if _packing.is_parameter(tensor) else "")
+            found = self._memories.setdefault(storage, (next(self._numbers), owner))
         return size, found[0], whole, tensor._version, found[1]
 
     @eager

@@ -597,6 +597,15 @@ def test_what_a_failed_operation_saved_has_no_name():
     assert [record.operation for record in saved] == ["", "", "MulBackward0", "MulBackward0"]
 
 
+def test_memories_that_have_gone_are_not_looked_through():
+    x = leaf(300)
+    with saved_tensors() as saved:
+        for _ in range(100):  # each lies where the one before it lay
+            x.exp()
+        assert len(saved._memories) < 10
+    assert len({record.storage for record in saved}) == 100
+
+
 def test_a_result_in_an_attribute_of_the_model_keeps_neither_alive():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     with saved_tensors(model) as saved:
