@@ -45,7 +45,7 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
     if isinstance(module, Segmented):
         said = "runs in segments already; remove that first"
         if not module._hooklab_blocks:
-            said = "once ran in segments already; and was sharded then; make a new model, and shard it first"
+            said = "once ran in segments, and was sharded then; make a new model, and shard it first"
         raise ValueError(f"checkpoint_segments: {name!r} {said}")
     kind = type(module)
     found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__

@@ -65,9 +65,8 @@ class State:
             used = (*self.named("_parameters").values(), *unchanged.values())
             self.used = {tensor: _mark(tensor) for tensor in used if _is_there(tensor)}
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around computing it again."""
+    def refuse_edits(self) -> None:
+        """RuntimeError if what has no copy is no longer what the forward has used."""
         for tensor, (version, memory) in self.used.items():
             what = f"a {'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {list(tensor.shape)}"
             version_now, memory_now = _mark(tensor)
@@ -78,6 +77,11 @@ class State:
                     f"checkpoint_segments: {what} was given other memory between forward and backward (`.data = ...`, "
                     "vector_to_parameters, model.to); run backward before that"
                 )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around computing it again."""
+        self.refuse_edits()
         copies = _copied(self.buffers)  # memory may be full: nothing is replaced yet
         flags, (enabled, cache) = list(self.flags), self.cached
         if enabled or parametrize._cache_enabled:  # else it is left to other threads
