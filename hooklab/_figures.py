@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from numpy import count_nonzero
-from torch import Tensor, aminmax
+from torch import Tensor, aminmax, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["CHUNK", "FLOATS", "careful", "merged", "per_thread", "plain", "unbatched"]
 
-CHUNK = 131_072  # numbers: few calls, and 1.1 MiB of scratch memory for each thread, about as much as a cache holds
+CHUNK = 131_072  # numbers: few calls, and 1.3 MiB of scratch memory for each thread, about as much as a cache holds
+FEW = 16_384  # numbers: up to here a call costs more than what it reads, so there are fewer calls, which read more
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHAPES = 64
@@ -82,12 +83,15 @@ class Scratch:
     Fresh views cost time too: they are kept for the shapes seen last.
     """
 
-    __slots__ = ("busy", "nonzero", "views", "wide")
+    __slots__ = ("bounds", "busy", "nonzero", "sums", "sums_array", "views", "wide")
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
-            self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+            self.wide = torch.ones(CHUNK + FEW, dtype=torch.float64, device="cpu")  # the last ones stay ones
             self.nonzero = torch.empty(CHUNK, dtype=torch.bool, device="cpu")
+            self.sums = torch.empty(2, dtype=torch.float64, device="cpu")
+            self.bounds = {dtype: tuple(torch.empty(2, dtype=dtype, device="cpu")) for dtype in FLOATS}
+        self.sums_array = self.sums.numpy()
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
         self.busy = False
 
@@ -99,17 +103,25 @@ class Scratch:
         if self.busy:
             return None
         # Few calls and few steps between them: beside a small layer's forward every one of them counts.
-        number, wide, wide_shaped, nonzero, nonzero_array = self.views.get(shape) or self._views(shape)
+        views = self.views.get(shape) or self._views(shape)
+        number, wide, above_ones, wide_shaped, nonzero, nonzero_array = views
         self.busy = True
         try:
             wide_shaped.copy_(part)
-            squares = wide.dot(wide).item()
+            if above_ones is not None:
+                mv(above_ones, wide, out=self.sums)
+                squares, total = self.sums_array.tolist()
+            else:
+                squares, total = wide.dot(wide).item(), wide.sum().item()
             if not squares < math.inf:
                 return None
-            mean = wide.sum().item() / number
+            mean = total / number
             spread = squares - mean * mean * number
             # What reads `part` comes last: so it is in the cache for the layer that comes next.
-            lowest, highest = aminmax(part)
+            if above_ones is not None:
+                lowest, highest = aminmax(part, out=self.bounds.get(part.dtype))
+            else:
+                lowest, highest = part.amin(), part.amax()  # one call would take longer
             low, high = lowest.item(), highest.item()
             zeros = 0.0
             if low <= 0 <= high:
@@ -125,13 +137,14 @@ class Scratch:
             self.busy = False
 
     def _views(self, shape: torch.Size) -> tuple[Any, ...]:
-        """How many numbers; the first flat and in this shape, the second in this shape and as a NumPy array."""
+        """How many numbers; the first flat, as a row above ones, in this shape; the second in this shape and as an array."""
         if len(self.views) >= MAX_SHAPES:
             self.views.clear()
         number = shape.numel()
         with torch.inference_mode(False), _disable_current_modes():
             wide, nonzero = self.wide[:number], self.nonzero[:number]
-            views = number, wide, wide.view(shape), nonzero.view(shape), nonzero.numpy()
+            above_ones = self.wide.as_strided((2, number), (CHUNK, 1)) if number <= FEW else None
+            views = number, wide, above_ones, wide.view(shape), nonzero.view(shape), nonzero.numpy()
         self.views[shape] = views
         return views
 

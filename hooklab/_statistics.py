@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
@@ -123,7 +123,7 @@ class Running:
             tensor.__class__ is Tensor
             and tensor.is_cpu
             and tensor.dtype in FLOATS
-            and tensor.layout is torch.strided
+            and tensor.layout is strided
             and self._histogram is None
             and forward_ad._current_level < 0
             and peek_interpreter_stack() is None
@@ -158,16 +158,8 @@ class Running:
                 return
             if self._histogram is not None:
                 self._histogram.add(tensor)
-            if number == 0:
-                return
-            if number < STAGED or self._busy:
-                self._stage(tensor, number)
-                return
-            self._busy = True
-            try:
-                self._measure(tensor)
-            finally:
-                self._busy = False
+            if number:
+                self._add_entries(tensor, number)
 
     @eager
     def read(self) -> Statistics:
@@ -190,22 +182,19 @@ class Running:
     # ---- the figures ----
 
     def _at_once(self, tensor: Tensor) -> bool:
-        """Count a tensor on the CPU of small or middle size; False, and nothing is done, for any other."""
+        """Count a tensor on the CPU; False, and nothing is done, for one that needs more care."""
         try:
             shape = tensor.shape
         except RuntimeError:  # a nested one has none
             return False
         number = shape.numel()
-        if number < STAGED:
-            with self._lock:
-                if self._busy or number == 0:
-                    return False
-                self._calls += 1
-                self._count += number
-                self._stage(tensor, number)
-            return True
-        if number > CHUNK:
-            return False
+        if not STAGED <= number <= CHUNK:
+            if number:
+                with self._lock:
+                    self._calls += 1
+                    self._count += number
+                    self._add_entries(tensor, number)
+            return number > 0
         figures = per_thread.scratch.figures(tensor, shape)
         if figures is None:
             return False
@@ -214,6 +203,17 @@ class Running:
             with self._lock:
                 self._merge()
         return True
+
+    def _add_entries(self, tensor: Tensor, number: int) -> None:
+        """Small ones are collected; so are those that come in the middle of measuring."""
+        if number < STAGED or self._busy:
+            self._stage(tensor, number)
+            return
+        self._busy = True
+        try:
+            self._measure(tensor)
+        finally:
+            self._busy = False
 
     def _merge(self) -> None:
         """Add what has been measured; nothing while that is going on, since this may have come in between."""
@@ -257,8 +257,9 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [merged(self._pending)]
             return
+        figures = per_thread.scratch.figures
         for part in tensor.flatten().chunk(math.ceil(tensor.numel() / CHUNK)):
-            self._add(*(per_thread.scratch.figures(part, part.shape) or careful(part).tolist()))
+            self._add(*(figures(part, part.shape) or careful(part).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""

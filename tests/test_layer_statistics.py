@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import hooks_on, layer_statistics, no_leftovers
-from hooklab._figures import CHUNK, careful
+from hooklab._figures import CHUNK, FEW, careful
 from hooklab._histogram import MAX_ROWS
 from hooklab._statistics import STAGED, Running
 
@@ -62,7 +62,9 @@ def assert_exact(figures, tensors):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 64, 33, 31), (STAGED,), (1, CHUNK + 33)])
+@pytest.mark.parametrize(
+    "shape", [(7,), (3, 5), (2, 64, 33, 31), (STAGED,), (FEW,), (1, FEW + 1), (CHUNK,), (1, CHUNK + 33)]
+)
 def test_the_figures_are_those_of_torch_in_float64(dtype, shape):
     torch.manual_seed(0)
     tensors = [(torch.randn(shape) * 3 + 1).to(dtype) for _ in range(3)]
@@ -84,6 +86,26 @@ def test_a_large_mean_does_not_drown_a_small_spread(offset):
 
 def test_a_constant_layer_has_no_spread_at_all():
     assert figures_of([torch.full((50_000,), 0.1)] * 3).std == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_tensors_of_few_and_of_many_numbers_in_turn_do_not_disturb_each_other(dtype):
+    torch.manual_seed(0)
+    sizes = (FEW, CHUNK, FEW - 1, 3 * CHUNK, STAGED, FEW + 1, FEW)
+    tensors = [(torch.randn(size) * scale).to(dtype).relu() for scale, size in enumerate(sizes, 1)]
+    assert_exact(figures_of(tensors), tensors)
+    for tensor in tensors:  # each by itself
+        assert_exact(figures_of([tensor]), [tensor])
+
+
+@pytest.mark.parametrize("size", [FEW, CHUNK])
+def test_the_bounds_of_one_layer_are_not_those_of_the_next(size):
+    """What is used again and again is memory of our own: figures that wait to be merged are numbers by then."""
+    first, second = Running(0, (-1.0, 1.0)), Running(0, (-1.0, 1.0))
+    first.add(torch.linspace(-5, 7, size))
+    second.add(torch.linspace(-1, 2, size))
+    assert (first.read().min, first.read().max) == (-5, 7)
+    assert (second.read().min, second.read().max) == (-1, 2)
 
 
 def test_many_small_tensors_beside_large_ones():
