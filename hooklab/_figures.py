@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,15 +84,15 @@ class Scratch:
     Fresh views cost time too: they are kept for the shapes seen last.
     """
 
-    __slots__ = ("bounds", "busy", "nonzero", "sums", "sums_array", "views", "wide")
+    __slots__ = ("bounds", "busy", "nonzero", "read_sums", "sums", "views", "wide")
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
             self.wide = torch.ones(CHUNK + FEW, dtype=torch.float64, device="cpu")  # the last ones stay ones
             self.nonzero = torch.empty(CHUNK, dtype=torch.bool, device="cpu")
             self.sums = torch.empty(2, dtype=torch.float64, device="cpu")
-            self.bounds = {dtype: tuple(torch.empty(2, dtype=dtype, device="cpu")) for dtype in FLOATS}
-        self.sums_array = self.sums.numpy()
+        self.read_sums = self.sums.numpy().tolist  # in a tenth of the time that Tensor.tolist takes
+        self.bounds: dict[torch.dtype, tuple[tuple[Tensor, ...], Callable]] = {}
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
         self.busy = False
 
@@ -110,7 +111,7 @@ class Scratch:
             wide_shaped.copy_(part)
             if above_ones is not None:
                 mv(above_ones, wide, out=self.sums)
-                squares, total = self.sums_array.tolist()
+                squares, total = self.read_sums()
             else:
                 squares, total = wide.dot(wide).item(), wide.sum().item()
             if not squares < math.inf:
@@ -119,10 +120,11 @@ class Scratch:
             spread = squares - mean * mean * number
             # What reads `part` comes last: so it is in the cache for the layer that comes next.
             if above_ones is not None:
-                lowest, highest = aminmax(part, out=self.bounds.get(part.dtype))
+                bounds, read_bounds = self.bounds.get(part.dtype) or self._bounds(part.dtype)
+                aminmax(part, out=bounds)
+                low, high = read_bounds()
             else:
-                lowest, highest = part.amin(), part.amax()  # one call would take longer
-            low, high = lowest.item(), highest.item()
+                low, high = part.amin().item(), part.amax().item()  # one call would take longer
             zeros = 0.0
             if low <= 0 <= high:
                 nonzero.copy_(part)
@@ -147,6 +149,16 @@ class Scratch:
             views = number, wide, above_ones, wide.view(shape), nonzero.view(shape), nonzero.numpy()
         self.views[shape] = views
         return views
+
+    def _bounds(self, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Callable]:
+        """Where the least and the largest of a part go, and what reads them. NumPy has no bfloat16."""
+        with torch.inference_mode(False), _disable_current_modes():
+            pair = torch.empty(2, dtype=dtype, device="cpu")
+            self.bounds[dtype] = bounds = (
+                tuple(pair),
+                pair.tolist if dtype == torch.bfloat16 else pair.numpy().tolist,
+            )
+        return bounds
 
 
 class PerThread(threading.local):
