@@ -15,6 +15,7 @@ from hooklab._compiler import eager
 from hooklab._containers import map_tensors
 from hooklab._installed import Installed, own_hook
 from hooklab._outputs import NOTHING, Outputs, versions_of
+from hooklab._packing import outer_hooks
 from hooklab._recorders import all_fresh, all_new, blame_keep, note_detached, note_kept
 from hooklab._select import groups, is_gathered, uncompiled
 
@@ -221,23 +222,30 @@ class Features(Installed, Outputs):
     @eager
     def _begin(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any] = {}) -> None:
         thread, running = get_ident(), self._running
-        # In line, since beside a small model each call counts.
+        # In line, since beside a small model each call counts: a forward that nothing else runs around or beside.
         if (
-            self._usual
-            and not (running or is_grad_enabled() or is_inference_mode_enabled())
+            not (running or self._strangers or self._thread)
             and thread == self._home
+            and self._handles
             and graph_task() == NO_BACKWARD
-            and all_fresh((*args, *kwargs.values()) if kwargs else args)
         ):
-            self._forwards += 1
-            self._log.clear()
-            self._sorted, self._assumed = NOTHING, True
-            if self._alone:
-                self._alone.clear()
-                self._within.clear()
-            self._fresh.append(next_node())
-            running.append(thread)
-            return
+            grad, frozen = is_grad_enabled(), is_inference_mode_enabled()
+            usual = self._usual and not (grad or frozen)
+            usual = usual and all_fresh((*args, *kwargs.values()) if kwargs else args)
+            if usual or not (is_tracing() or (grad and outer_hooks() is not None)):
+                self._forwards += 1
+                self._log.clear()
+                self._sorted, self._assumed, self._doubtful = NOTHING, bool(usual), False
+                if self._alone:
+                    self._alone.clear()
+                    self._within.clear()
+                if usual:
+                    self._fresh.append(next_node())
+                else:
+                    self._looked, self._node = False, next_node()
+                    (self._frozen if frozen else self._quick).append(grad)
+                running.append(thread)
+                return
         if self._fresh:  # that forward calls the model again, or another thread does, or it was interrupted
             if thread == self._home and called_by_itself(module) and self._fresh[0] != next_node():
                 self._doubt()
@@ -287,7 +295,10 @@ class Features(Installed, Outputs):
         if thread in running and not recomputing(self._task):
             running.remove(thread)
             if not running:
-                self._learn(args, output)
+                if self._quick == [False]:
+                    self._learn(args, output)
+                else:
+                    self._usual = 0
                 self._no_shortcuts()
 
     def _no_shortcuts(self) -> None:
@@ -302,9 +313,9 @@ class Features(Installed, Outputs):
     # version.
 
     def _learn(self, args: tuple, output: Any) -> None:
-        """A forward has ended: were all its outputs such tensors? After vain looks it is looked less and less often."""
+        """A forward without grad has ended: were all its outputs such tensors? After vain looks it is looked less often."""
         self._usual = 0
-        if not (self._detaches and self._steady and self._quick == [False] and not self._looked):
+        if not (self._detaches and self._steady and not self._looked):
             return
         again = self._vain & (self._vain - 1) == 0  # 0 or a power of two
         if again and next_node() == self._node and all_new(self._log, (*args, output)):
