@@ -1829,6 +1829,36 @@ def test_what_a_part_was_given_by_keyword_is_not_kept_after_the_block(x):
     assert f["0.0"].shape == (3, 4)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_a_part_was_given_by_keyword_is_not_kept_after_the_next_forward(mode, x):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    inner = model[0].forward
+    model[0].forward = lambda input: inner(input)
+    given = x.clone()
+    with features(model, "0.0"), mode():
+        for _ in range(2):
+            model(x)
+        model[0](input=given)
+        alive = weakref.ref(given)
+        del given
+        model(x)
+        assert alive() is None
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_forward_in_whose_beginning_the_hooks_are_removed_is_not_begun(mode, model, x):
+    """PyTorch still calls those that it had found; what was kept of the last forward stays."""
+    f = features(model, "1")
+    with mode():
+        for _ in range(2):
+            model(x)
+        kept = f["1"].clone()
+        with model.register_forward_pre_hook(lambda *_: f.remove(), prepend=True):
+            model(x + 1)
+    assert torch.equal(f["1"], kept)
+    assert len(f.calls["1"]) == 1
+
+
 def test_parts_called_after_a_run_that_was_interrupted_from_the_keyboard_do_not_pile_up():
     class Interrupts(nn.Module):
         def forward(self, x):
@@ -1913,6 +1943,19 @@ def test_a_layer_that_begins_to_work_in_place_itself_is_told_apart_in_the_next_f
         for _ in range(2):
             model(x.clone())
             assert torch.equal(f["0"], x.relu())
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_forward_in_another_mode_ends_what_was_learned(mode, x):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+    with torch.no_grad(), features(model, "*") as f:
+        for _ in range(2):
+            model(x.clone())
+        model[0].inplace = True
+        with mode():
+            model(x.clone())
+        model(x.clone())
+        assert torch.equal(f["0"], x.relu())
 
 
 def test_what_the_user_edits_is_found(steady, x):
