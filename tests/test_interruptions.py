@@ -230,10 +230,11 @@ class AtEveryLine:
             sys.settrace(before)
 
 
+@pytest.mark.parametrize("size", [10_000, 18_000, 140_000])
 @pytest.mark.parametrize("place", [Scratch.figures, Running.add, Running._merge, Running._add])
-def test_statistics_are_right_whatever_is_counted_or_read_in_between(place):
+def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, size):
     model = nn.Sequential(nn.ReLU(), nn.Identity())
-    x, other = torch.arange(-9_000.0, 9_000.0), torch.full((20_000,), 7.0)
+    x, other = torch.arange(size) - size / 2, torch.full((size + 2_000,), 7.0)
     expected = layer_statistics(model, "0")
     with expected:
         model(x)
@@ -252,6 +253,31 @@ def test_statistics_are_right_whatever_is_counted_or_read_in_between(place):
     assert len(times) > 3
     assert stats["0"] == expected["0"]
     assert (others[""].calls, others[""].mean, others[""].std) == (len(times), 7.0, 0.0)
+
+
+@pytest.mark.parametrize("size", [100, 10_000, 18_000, 140_000])
+@pytest.mark.parametrize(
+    "place", [Scratch.figures, Running.add, Running._add_entries, Running._measure, Running._add]
+)
+def test_what_is_counted_of_the_same_layer_in_between_is_counted_once(place, size):
+    running, times = Running(0, (-1, 1)), []
+    before, large = torch.arange(10_000.0), torch.arange(-70_000.0, 80_000.0)
+    other = torch.linspace(-3, 7, size)
+
+    def between():
+        times.append(1)
+        running.add(other)
+        running.read()
+
+    running.add(before)
+    with AtEveryLine(place.__code__, between).at_work():
+        running.add(large)
+    assert len(times) > 3
+    found, entries = running.read(), torch.cat([before, large, *[other] * len(times)]).double()
+    assert (found.calls, found.count) == (len(times) + 2, entries.numel())
+    assert (found.min, found.max, found.zeros) == (-70_000, 79_999, (entries == 0).sum() / entries.numel())
+    assert found.mean == pytest.approx(entries.mean().item(), rel=1e-9)
+    assert found.std == pytest.approx(entries.std().item(), rel=1e-9)
 
 
 @posix
