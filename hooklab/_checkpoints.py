@@ -42,7 +42,7 @@ def recomputing(own: int = NO_BACKWARD) -> bool:
     """
     if graph_task() not in (NO_BACKWARD, own):
         return True
-    return is_grad_enabled() and outer_hooks() is not None and _hooks_are("_recomputation_hook")
+    return is_grad_enabled() and _hooks_are("_recomputation_hook")
 
 
 def selective() -> bool:

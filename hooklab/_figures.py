@@ -133,7 +133,8 @@ class Scratch:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:
                 wide.sub_(mean)
-                spread = wide.dot(wide).item()
+                off = wide.sum().item() / number  # by which that mean was rounded
+                mean, spread = mean + off, wide.sub_(off).dot(wide).item()
             return number, mean, spread, zeros, 0, 0, low, high
         finally:
             self.busy = False

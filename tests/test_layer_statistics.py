@@ -84,6 +84,17 @@ def test_a_large_mean_does_not_drown_a_small_spread(offset):
     assert_exact(figures_of(tensors), tensors)
 
 
+@pytest.mark.parametrize("size", [FEW, CHUNK, 3 * CHUNK])
+@pytest.mark.parametrize("number", [0.1, 1e6 + 0.1, -1e8 / 3])
+def test_the_mean_of_nearly_equal_numbers_is_right_to_the_last_digits(number, size):
+    """Equal ones are all rounded to the same side as they are added up."""
+    tensor = torch.full((size,), number, dtype=torch.float64)
+    tensor[0] *= 1 + 1e-9
+    exact = math.fsum(tensor.tolist()) / size
+    assert figures_of([tensor]).mean == pytest.approx(exact, rel=4e-16, abs=0)
+    assert_exact(figures_of([tensor]), [tensor])
+
+
 def test_a_constant_layer_has_no_spread_at_all():
     assert figures_of([torch.full((50_000,), 0.1)] * 3).std == 0
 
