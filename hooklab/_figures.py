@@ -2,12 +2,11 @@
 
 import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from numpy import count_nonzero
-from torch import Tensor, aminmax, mv
+from torch import Tensor, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -84,15 +83,15 @@ class Scratch:
     Fresh views cost time too: they are kept for the shapes seen last.
     """
 
-    __slots__ = ("bounds", "busy", "nonzero", "read_sums", "sums", "views", "wide")
+    __slots__ = ("above_ones", "busy", "nonzero", "read_sums", "sums", "views", "wide")
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
-            self.wide = torch.ones(CHUNK + FEW, dtype=torch.float64, device="cpu")  # the last ones stay ones
+            self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+            self.above_ones = torch.ones(2, FEW, dtype=torch.float64, device="cpu")  # the second row stays so
             self.nonzero = torch.empty(CHUNK, dtype=torch.bool, device="cpu")
             self.sums = torch.empty(2, dtype=torch.float64, device="cpu")
         self.read_sums = self.sums.numpy().tolist  # in a tenth of the time that Tensor.tolist takes
-        self.bounds: dict[torch.dtype, tuple[tuple[Tensor, ...], Callable]] = {}
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
         self.busy = False
 
@@ -105,7 +104,7 @@ class Scratch:
             return None
         # Few calls and few steps between them: beside a small layer's forward every one of them counts.
         views = self.views.get(shape) or self._views(shape)
-        number, wide, above_ones, wide_shaped, nonzero, nonzero_array = views
+        number, wide, above_ones, wide_shaped, wide_array, nonzero, nonzero_array = views
         self.busy = True
         try:
             wide_shaped.copy_(part)
@@ -120,9 +119,8 @@ class Scratch:
             spread = squares - mean * mean * number
             # What reads `part` comes last: so it is in the cache for the layer that comes next.
             if above_ones is not None:
-                bounds, read_bounds = self.bounds.get(part.dtype) or self._bounds(part.dtype)
-                aminmax(part, out=bounds)
-                low, high = read_bounds()
+                # NumPy finds the places in less time than the values, and PyTorch takes longer for either.
+                low, high = wide_array.item(wide_array.argmin()), wide_array.item(wide_array.argmax())
             else:
                 low, high = part.amin().item(), part.amax().item()  # one call would take longer
             zeros = 0.0
@@ -140,26 +138,20 @@ class Scratch:
             self.busy = False
 
     def _views(self, shape: torch.Size) -> tuple[Any, ...]:
-        """How many numbers; the first flat, as a row above ones, in this shape; the second in this shape and as an array."""
+        """How many numbers; the first flat, as a row above ones, in this shape, as an array; the second in the last two."""
         if len(self.views) >= MAX_SHAPES:
             self.views.clear()
         number = shape.numel()
         with torch.inference_mode(False), _disable_current_modes():
-            wide, nonzero = self.wide[:number], self.nonzero[:number]
-            above_ones = self.wide.as_strided((2, number), (CHUNK, 1)) if number <= FEW else None
-            views = number, wide, above_ones, wide.view(shape), nonzero.view(shape), nonzero.numpy()
+            above_ones = self.above_ones[:, :number] if number <= FEW else None
+            wide = self.wide[:number] if above_ones is None else above_ones[0]
+            nonzero = self.nonzero[:number]
+            views = (
+                *(number, wide, above_ones, wide.view(shape), wide.numpy()),
+                *(nonzero.view(shape), nonzero.numpy()),
+            )
         self.views[shape] = views
         return views
-
-    def _bounds(self, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Callable]:
-        """Where the least and the largest of a part go, and what reads them. NumPy has no bfloat16."""
-        with torch.inference_mode(False), _disable_current_modes():
-            pair = torch.empty(2, dtype=dtype, device="cpu")
-            self.bounds[dtype] = bounds = (
-                tuple(pair),
-                pair.tolist if dtype == torch.bfloat16 else pair.numpy().tolist,
-            )
-        return bounds
 
 
 class PerThread(threading.local):
