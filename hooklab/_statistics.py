@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hooklab._checkpoints import is_tracing, modes_open, selective
 from hooklab._compiler import eager, untraced
-from hooklab._figures import CHUNK, FLOATS, careful, merged, per_thread, plain
+from hooklab._figures import CHUNK, FEW, FLOATS, as_array, careful, merged, per_thread, plain
 from hooklab._histogram import Histogram
 
 __all__ = ["Running", "Statistics", "short"]
@@ -66,10 +66,10 @@ class Statistics:
 
 
 def short(number: float) -> str:
-    """A figure in a table: four decimals, or one digit after the point of a power of ten; a dash for NaN."""
+    """A figure in a table: four decimals, or one digit after the point of a power of ten; a dash for NaN, and -0.0 is 0."""
     if math.isnan(number):
         return "-"
-    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.1e}"
+    return f"{number + 0.0:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.1e}"
 
 
 class Running:
@@ -195,7 +195,7 @@ class Running:
                     self._count += number
                     self._add_entries(tensor, number)
             return number > 0
-        figures = per_thread.scratch.figures(tensor, shape)
+        figures = per_thread.scratch.figures(tensor, shape, as_array(tensor) if number > FEW else None)
         if figures is None:
             return False
         self._measured.append(figures)  # without the lock: a deque has its own
@@ -257,9 +257,12 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [merged(self._pending)]
             return
-        figures = per_thread.scratch.figures
-        for part in tensor.flatten().chunk(math.ceil(tensor.numel() / CHUNK)):
-            self._add(*(figures(part, part.shape) or careful(part).tolist()))
+        figures, flat = per_thread.scratch.figures, tensor.flatten()
+        array, parts = as_array(flat), flat.chunk(math.ceil(tensor.numel() / CHUNK))
+        size = len(parts[0])
+        for index, part in enumerate(parts):
+            same = None if array is None else array[index * size : (index + 1) * size]
+            self._add(*(figures(part, part.shape, same) or careful(part).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""

@@ -15,6 +15,7 @@ from models import NESTED, Constant, Known, Returns, Twice, mlp, same_state, sta
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import hooks_on, layer_statistics, no_leftovers
@@ -119,6 +120,104 @@ def test_the_bounds_of_one_layer_are_not_those_of_the_next(size):
     assert (second.read().min, second.read().max) == (-1, 2)
 
 
+SIGNS = {
+    "above 0": (0.25, 1.0, 3.0),
+    "below 0": (-0.25, -1.0, -3.0),
+    "on both sides": (-2.0, 0.5, 3.0),
+    "with zeros": (-2.0, 0.0, 3.0),
+    "after ReLU": (0.0, 0.5, 3.0),
+    "up to 0": (-2.0, -0.5, 0.0),
+    "zeros of both signs": (0.0, -0.0),
+    "negative zeros alone": (-0.0,),
+    "dropped out": (0.0, -0.0, 2.0, -4.0),
+    "above a negative zero": (-0.0, 0.5, 2.0),
+    "below a negative zero": (-0.0, -0.5, -2.0),
+    "hardly above 0": (1e-38, 1e-45, 0.0),
+    "hardly below 0": (-1e-45, -1e-38, 0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [STAGED, FEW, FEW + 1, CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("values", SIGNS.values(), ids=SIGNS)
+def test_the_bounds_and_the_zeros_are_right_for_numbers_of_any_sign(values, size, dtype):
+    """The bits of -0.0 are not those of 0.0, and those of negative numbers are in another order."""
+    torch.manual_seed(0)
+    tensor = torch.tensor(values)[torch.randint(len(values), (size,))].to(dtype)
+    assert_exact(figures_of([tensor]), [tensor])
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose entries lie in another one: its own memory has none of them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def unwrap(value):
+            return value.inner if isinstance(value, Wrapped) else value
+
+        args, kwargs = tree_map(unwrap, (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        views = function in (torch.ops.aten.view.default, torch.ops.aten.split.Tensor)
+        return tree_map(Wrapped, result) if views else result
+
+
+def seen_otherwise(kind, tensor):
+    """The same entries, in memory that NumPy must not be given, or not in this order."""
+    if kind == "transposed":
+        return tensor.view(2, -1).t()
+    if kind == "every second":
+        return torch.stack([tensor, tensor + 100], 1)[:, 0]
+    if kind == "negated when read":
+        return torch._neg_view(-tensor)
+    if kind == "half of a complex one":
+        seen = torch.complex(torch.zeros(()), -tensor).conj().imag
+        assert seen.is_neg()
+        return seen
+    if kind == "wrapped":
+        return Wrapped(tensor)
+    if kind == "in the middle":
+        return torch.cat([torch.full((3,), -99.0), tensor, torch.full((5,), 99.0)])[3:-5]
+    if kind == "a parameter":
+        return nn.Parameter(tensor.clone())
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("size", [FEW, FEW + 2, 3 * CHUNK + 8])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("transposed", "every second", "negated when read", "half of a complex one"),
+        *("in the middle", "a parameter", "wrapped", "for inference"),
+    ],
+)
+def test_however_the_entries_lie_in_memory_they_are_counted(kind, size):
+    torch.manual_seed(0)
+    tensor = torch.randn(size)
+    assert_exact(figures_of([seen_otherwise(kind, tensor)]), [tensor])
+
+
+def test_a_negative_zero_is_written_as_zero():
+    layer = nn.Identity()
+    with layer_statistics(layer, "") as stats:
+        layer(torch.full((3,), -0.0))
+    assert stats.table().splitlines()[-1].split() == ["''", "1", *["0.0000"] * 4, "100.0%", "0", "0"]
+
+
+@pytest.mark.parametrize("size", [FEW, FEW + 1, CHUNK, 3 * CHUNK])
+def test_a_tensor_that_was_counted_can_still_be_resized(size):
+    tensor = torch.randn(size)
+    figures_of([tensor])
+    assert tensor.resize_(2 * size).numel() == 2 * size
+
+
 def test_many_small_tensors_beside_large_ones():
     torch.manual_seed(0)
     tensors = [
@@ -133,7 +232,7 @@ numbers = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, 
 @settings(max_examples=150, deadline=None)
 @given(
     lists=st.lists(st.lists(numbers, max_size=40), min_size=1, max_size=12),
-    repeat=st.sampled_from([1, 400]),
+    repeat=st.sampled_from([1, 400, 700]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_the_figures_are_exact_for_any_numbers(lists, repeat, dtype):
