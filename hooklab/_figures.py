@@ -78,7 +78,10 @@ def merged(results: list[Tensor]) -> Tensor:
 
 
 def as_array(tensor: Tensor) -> ndarray | None:
-    """The same memory for NumPy, if it is float32 and so much that this pays. `Tensor.numpy` would forbid to resize it."""
+    """The same memory for NumPy, if it is float32 and so much that this pays. `Tensor.numpy` would forbid to resize it.
+
+    Not of a subclass: its entries may lie in another tensor, and what is read here would be somebody else's memory.
+    """
     pays = tensor.__class__ is Tensor and tensor.dtype is torch.float32 and tensor.numel() > FEW
     return from_dlpack(tensor) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
 
