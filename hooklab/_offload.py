@@ -18,7 +18,7 @@ __all__ = ["Packed", "Queue"]
 
 
 class Room:
-    """So many bytes may be in it at a time; one tensor always may, however large."""
+    """So many bytes may be in it at a time; one tensor always may, however large, but in a room for none."""
 
     def __init__(self, nbytes: float):
         self.nbytes, self.entered = nbytes, 0
@@ -33,7 +33,7 @@ class Room:
 
     def enter(self, nbytes: int) -> "Stay | None":
         """None if there is no room."""
-        full = self.used and self.used + nbytes > self.nbytes
+        full = not self.nbytes or (self.used and self.used + nbytes > self.nbytes)
         return None if full else Stay(self, nbytes)
 
 

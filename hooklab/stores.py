@@ -228,7 +228,10 @@ class PinnedMemory:
         """Forget the sources that are copied; above the bound, computing waits for the oldest."""
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
-        while sum(source.nbytes for _, source in self._leaving) > self.in_flight:
+        always = self.in_flight > 0  # one, however large: it leaves while the next is computed
+        while (
+            len(self._leaving) > always and sum(source.nbytes for _, source in self._leaving) > self.in_flight
+        ):
             event, source = self._leaving.popleft()
             self._wait(event, source.device)
 

@@ -6,15 +6,18 @@ writes notebooks/data/gpu_offload.json, which notebook 33 plots. `--with` brings
 uv throws away; without it that rival is left out, and with another torchao its import fails. Goal: at most 6.5 GB at
 no more than 1.5x the stock step, and at every memory budget faster than each of the others.
 
+`segments 1/2/6/3`: `checkpoint_segments` with so many blocks per segment in layer1 to layer4, `-`: not in the plan.
+`regrouped 1/3/4/-`: the same modules in other Sequentials, see `Regrouped`. `SGD in backward`: each parameter is
+updated by a hook, as soon as its gradient is complete, and the gradient is freed.
+
 Every strategy runs in every round, in turn; figures are medians. The first step of a round stands apart: there
 memory is pinned, since what the strategies before had pinned is released; `first_seconds` is the median over rounds
 (of two the lower). What fails is recorded, and the others go on; the file is written anew after every round. The exit
 code is 1 if anything failed, or if gradients differ in a bit (pinned, `save_on_cpu` gives weights back with other strides).
 
-An estimate, for a step of 0.255 s, rivals up to 10 times as slow, and half a second to pin a GB: four minutes a
-round, three of them for pinning 360 GB in all. `--rounds` (2) and `--steps` (3, each some 14 s) fit ten minutes;
-`--only 'stock|segments'` runs those whose names match, and stock. The host needs 100 GB of memory free. `--device cpu`
-tries the logic on a small model without a GPU. Neither of the two writes a file without `--out`.
+On an H200 a round takes some four minutes, half of them for pinning 300 GB in all; `--rounds` (2) and `--steps`
+(3) fit ten minutes. `--only 'stock|segments'` runs those whose names match, and stock. The host needs 100 GB of memory
+free. `--device cpu` tries the logic on a small model without a GPU. Neither of the two writes a file without `--out`.
 """
 
 import argparse
@@ -25,11 +28,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torchvision
@@ -41,13 +45,21 @@ from hooklab import Offload, checkpoint_segments
 from hooklab.stores import PinnedMemory
 
 RESULT = Path(__file__).parents[2] / "notebooks" / "data" / "gpu_offload.json"
-PLAN = {"layer1": 1, "layer2": 2, "layer3": 6, "layer4": 3}
-LEAST = {
-    "layer1": 2,
-    "layer2": 3,
-    "layer3": 3,
-}  # the lowest peak by arithmetic, without offloading (notebook 35)
-GB = 10**9
+GB, MIB = 10**9, 2**20
+
+
+class Regrouped(nn.Sequential):
+    """The modules of a ResNet in Sequentials that a plan can name: the stem too.
+
+    `wide` holds what has the largest outputs: one segment for the stem, each block of layer1, and the first of layer2.
+    """
+
+    def __init__(self, model: Any):
+        stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+        wide = nn.Sequential(stem, *model.layer1, model.layer2[0])
+        head = nn.Sequential(model.avgpool, nn.Flatten(1), model.fc)
+        rest = {"layer2": model.layer2[1:], "layer3": model.layer3, "layer4": model.layer4, "head": head}
+        super().__init__(OrderedDict(wide=wide, **rest))
 
 
 class Task:
@@ -66,19 +78,41 @@ class Task:
         torch.manual_seed(0)
         self.device, self.name, self.batch, self.size = torch.device(device), name, batch, size
         self.model = getattr(torchvision.models, name)(weights=None).to(self.device)
+        self.regrouped = Regrouped(self.model)
+        self.net: nn.Module = self.model  # one of the two
+        self.in_backward = False
         self.x = torch.randn(batch, 3, size, size, device=self.device)
         self.labels = torch.randint(0, 1000, (batch,), device=self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.one_each = {
+            parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in self.model.parameters()
+        }
 
     def step(self, context: Any, update: bool = True) -> int | None:
         """Forward in that context, backward, SGD; the bytes that were moved to the host, None if nobody knows."""
         self.optimizer.zero_grad(set_to_none=True)
         with context:
-            loss = nn.functional.cross_entropy(self.model(self.x), self.labels)
-        loss.backward()
+            loss = nn.functional.cross_entropy(self.net(self.x), self.labels)
+        with self.updating() if update and self.in_backward else nullcontext():
+            loss.backward()
         if update:
-            self.optimizer.step()
+            self.optimizer.step()  # those that still have a gradient
         return getattr(context, "moved_bytes", 0)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """SGD in backward."""
+
+        def update(parameter: torch.Tensor) -> None:
+            self.one_each[parameter].step()
+            parameter.grad = None
+
+        handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in self.one_each]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -92,14 +126,31 @@ class Task:
         return time.perf_counter() - begin, moved
 
 
-# A strategy is begun once in every round, with the task, and then gives a context for the forward of each step.
+# Begun once in every round, with the task, it gives a context for the forward of each step.
 Begin = Callable[[Task], Callable[[], Any]]
+
+
+class Strategy(NamedTuple):
+    begin: Begin = lambda task: nullcontext
+    plan: dict[str, int] | None = None  # of checkpoint_segments, around forward and backward
+    regrouped: bool = False  # which names the plan means
+    in_backward: bool = False
+    ours: bool = False
+    settings: dict[str, int] | None = None  # of Offload, for the file
+
+    @contextmanager
+    def around(self, task: Task) -> Iterator[None]:
+        task.net = task.regrouped if self.regrouped else task.model
+        task.in_backward = self.in_backward
+        with checkpoint_segments(task.net, self.plan) if self.plan else nullcontext():
+            yield
 
 
 @contextmanager
 def blocks_checkpointed(task: Task) -> Iterator[None]:
-    """Every block by `torch.utils.checkpoint`, as one would write it without hooklab."""
-    blocks = [block for name in PLAN for block in getattr(task.model, name)]
+    """Every block by `torch.utils.checkpoint`, as one would write it without hooklab; regrouped, the stem is one."""
+    names = ("wide", "layer1", "layer2", "layer3", "layer4")
+    blocks = [block for name in names for block in getattr(task.net, name, ())]
     for block in blocks:
         whole = block.forward
         block.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=False)
@@ -124,14 +175,25 @@ class SaveOnCPU(save_on_cpu):
         self.pack_hook = pack
 
 
-def offload(keep: int) -> Begin:
-    """`keep` in GB. A store of its own for every round: what it has pinned goes with it."""
+def offload(keep: int, **options: int) -> Strategy:
+    """`keep` in GB; of the others `in_flight` too, `prefetch` in MiB."""
 
     def begin(task: Task) -> Callable[[], Any]:
-        store, small = task.store(), min(2**20, task.unit // 100)
-        return lambda: Offload(task.model, to=store, keep=keep * task.unit, min_bytes=small)
+        # A store of its own for every round: what it has pinned goes with it.
+        store, small = task.store(), min(MIB, task.unit // 100)
+        if "in_flight" in options:
+            store.in_flight = options["in_flight"] * task.unit
+        given = {"prefetch": options["prefetch"] * MIB} if "prefetch" in options else {}
+        return lambda: Offload(task.model, to=store, keep=keep * task.unit, min_bytes=small, **given)
 
-    return begin
+    return Strategy(begin, ours=True, settings={"keep": keep, **options})
+
+
+def segments(per_layer: str, regrouped: bool = False, how: Strategy | None = None) -> Strategy:
+    """`1/2/-/3`: blocks per segment; `-`: not in the plan."""
+    names = ("wide" if regrouped else "layer1", "layer2", "layer3", "layer4")
+    plan = {name: int(n) for name, n in zip(names, per_layer.split("/"), strict=True) if n != "-"}
+    return (how or Strategy())._replace(plan=plan, regrouped=regrouped, ours=True)
 
 
 def torchtune_offloading() -> Begin:
@@ -154,30 +216,39 @@ def torchtune_offloading() -> Begin:
     return begin
 
 
-def strategies(cuda: bool, only: str = "") -> tuple[dict[str, Begin], dict[str, str]]:
+def strategies(cuda: bool, only: str = "") -> tuple[dict[str, Strategy], dict[str, str]]:
     """By name; and why others are left out. `only`: a pattern; stock runs always, all are measured against it."""
-    found: dict[str, Begin] = {
-        "stock": lambda task: nullcontext,
-        "save_on_cpu, pinned": lambda task: lambda: SaveOnCPU(pin_memory=cuda),
-        "checkpoint, every block": lambda task: lambda: blocks_checkpointed(task),
-        "checkpoint_segments 1/2/6/3": lambda task: nullcontext,
-        "checkpoint_segments 2/3/3": lambda task: nullcontext,
+    by_hand = Strategy(lambda task: lambda: blocks_checkpointed(task))
+    found: dict[str, Strategy] = {
+        "stock": Strategy(),
+        "save_on_cpu, pinned": Strategy(lambda task: lambda: SaveOnCPU(pin_memory=cuda)),
+        "checkpoint, every block": by_hand,
+        "checkpoint, stem and every block": by_hand._replace(regrouped=True),
+        "segments 1/2/6/3": segments("1/2/6/3"),
+        "segments 2/3/3/-": segments("2/3/3/-"),
+        "regrouped 1/3/4/-": segments("1/3/4/-", True),
+        "regrouped 1/-/3/-": segments("1/-/3/-", True),
     }
-    for keep in (0, 5, 10, 20, 30) if cuda else (0, 20):
+    for keep in (0, 15, 30) if cuda else (0, 20):
         found[f"Offload, keep {keep} GB"] = offload(keep)
-    for keep in (0, 1, 2, 3) if cuda else (0, 3):
-        found[f"checkpoint_segments + Offload, keep {keep} GB"] = offload(keep)
+    for keep in (0, 2):
+        found[f"segments 1/2/6/3 + Offload, keep {keep} GB"] = segments("1/2/6/3", False, offload(keep))
+    goal = segments("1/3/4/-", True, offload(2, in_flight=2))
+    least = segments("-/1/2/1", True, offload(0, prefetch=0))
+    found["regrouped 1/3/4/- + Offload, keep 2 GB"] = goal
+    found["regrouped 1/3/4/- + Offload, keep 2 GB, SGD in backward"] = goal._replace(in_backward=True)
+    found["regrouped -/1/2/1 + Offload, keep 0 GB, SGD in backward"] = least._replace(in_backward=True)
     left_out = {}
     if cuda:
         name = "torchtune OffloadActivations"
         try:
-            found[name] = torchtune_offloading()
+            found[name] = Strategy(torchtune_offloading())
         except Exception as error:  # what its imports raise depends on the versions of three packages
             left_out[name] = reason(error)
             print(f"  {name} is left out: {left_out[name]}", file=sys.stderr)
     unwanted = [name for name in found if name != "stock" and not re.search(only, name)]
     left_out |= dict.fromkeys(unwanted, f"does not match --only {only}")
-    return {name: begin for name, begin in found.items() if name not in unwanted}, left_out
+    return {name: strategy for name, strategy in found.items() if name not in unwanted}, left_out
 
 
 def reason(error: Exception) -> str:
@@ -185,19 +256,14 @@ def reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def wrapped(name: str, task: Task) -> Any:
-    """`checkpoint_segments` lives as long as forward and backward, which is longer than the packing context."""
-    if not name.startswith("checkpoint_segments"):
-        return nullcontext()
-    return checkpoint_segments(task.model, LEAST if "2/3/3" in name else PLAN)
-
-
-def attempt(name: str, task: Task, failed: dict[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
+def attempt(
+    name: str, strategy: Strategy, task: Task, failed: dict[str, str], work: Callable[..., Any], *rest: Any
+) -> Any:
     """One contender's turn. An error is recorded; afterwards nothing that it has left takes memory."""
     result = None
     try:
-        with wrapped(name, task):
-            result = work(task, *arguments)
+        with strategy.around(task):
+            result = work(task, strategy.begin, *rest)
     except Exception as error:
         failed[name] = reason(error)
         print(f"  {name} failed: {failed[name]}", file=sys.stderr, flush=True)
@@ -219,7 +285,7 @@ def release(task: Task) -> None:
         torch._C._host_emptyCache()
 
 
-def gradients_agree(task: Task, found: dict[str, Begin], failed: dict[str, str]) -> dict[str, bool]:
+def gradients_agree(task: Task, found: dict[str, Strategy], failed: dict[str, str]) -> dict[str, bool]:
     """Against stock, bit for bit, with deterministic algorithms; the model is put back each time.
 
     False also for what should have moved something, and has moved nothing.
@@ -228,8 +294,8 @@ def gradients_agree(task: Task, found: dict[str, Begin], failed: dict[str, str])
     cudnn, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     state = {key: value.clone() for key, value in task.model.state_dict().items()}
     expected, agree = [], {}
-    for name, begin in found.items():
-        attempted = attempt(name, task, failed, one_step, begin, state)
+    for name, strategy in found.items():
+        attempted = attempt(name, strategy, task, failed, one_step, state)
         if attempted is not None:
             moved, gradients = attempted
             expected = gradients if name == "stock" else expected
@@ -253,14 +319,15 @@ def moves(name: str) -> bool:
 
 
 def measure(
-    task: Task, found: dict[str, Begin], rounds: int, steps: int, failed: dict[str, str]
+    task: Task, found: dict[str, Strategy], rounds: int, steps: int, failed: dict[str, str]
 ) -> Iterator[list[dict[str, Any]]]:
     """After every round the figures so far, of those that have not failed."""
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
         for name in [name for name in found if name not in failed]:
-            attempt(name, task, failed, turn, found[name], steps, rows.setdefault(name, {"name": name}))
-        yield [finished(row) for name, row in rows.items() if name not in failed]
+            row = rows.setdefault(name, {"name": name})
+            attempt(name, found[name], task, failed, turn, steps, row)
+        yield [finished(row, found[name]) for name, row in rows.items() if name not in failed]
 
 
 def turn(task: Task, begin: Begin, steps: int, row: dict[str, Any]) -> None:
@@ -287,9 +354,12 @@ def peaks(task: Task, row: dict[str, Any]) -> None:
         row.setdefault("reserved", []).append(torch.cuda.max_memory_reserved())
 
 
-def finished(row: dict[str, Any]) -> dict[str, Any]:
+def finished(row: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
     return {
         "name": row["name"],
+        "ours": strategy.ours,
+        "plan": strategy.plan,
+        "settings": strategy.settings,
         "first_seconds": statistics.median_low(row["first"]),
         "moved_bytes": row["moved_bytes"],
         "seconds": statistics.median(row["times"]),
@@ -351,7 +421,7 @@ def driver() -> str:
 def verdict(runs: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
     """The goal, and whether any of the others is as small and faster than the best of ours at its memory."""
     seconds = {run["name"]: run["seconds"] for run in runs}
-    ours = [run for run in runs if "Offload, keep" in run["name"] or "segments" in run["name"]]
+    ours = [run for run in runs if run["ours"]]
     others = [run for run in runs if run not in ours and run["name"] != "stock"]
     limit = 1.5 * seconds.get("stock", 0)
     goal = [run["name"] for run in ours if run["peak_allocated"] <= 6.5 * GB and run["seconds"] <= limit]
