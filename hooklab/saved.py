@@ -134,7 +134,7 @@ class Offload:
         keep: bytes that may stay: the newest, which backward wants first. Of a slice all the memory behind it counts,
             once for all slices of it.
         prefetch: bytes that may be read ahead in backward, where the store can, and as many that wait to be used
-            again; of each at least one tensor. 0: nothing is read ahead.
+            again; of each at least one tensor. 0: neither, for the least memory; what is saved twice is read twice.
         min_bytes: what lies in a smaller memory than this stays.
 
     Attributes:

@@ -156,8 +156,8 @@ class PinnedMemory:
     chunks are pinned once, cut to exact sizes and used again in the next step.
 
     Args:
-        in_flight: bytes on their way that may still hold GPU memory, the last ones until the store is used again;
-            above, computing waits for the copy.
+        in_flight: bytes on their way that may still hold GPU memory, the last ones until the store is used again, and
+            at least one tensor; above, computing waits for the copy. 0: for each.
         chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
 
     Raises:
@@ -228,10 +228,8 @@ class PinnedMemory:
         """Forget the sources that are copied; above the bound, computing waits for the oldest."""
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
-        always = self.in_flight > 0  # one, however large: it leaves while the next is computed
-        while (
-            len(self._leaving) > always and sum(source.nbytes for _, source in self._leaving) > self.in_flight
-        ):
+        one = self.in_flight > 0  # however large: it leaves while the next is computed
+        while len(self._leaving) > one and sum(source.nbytes for _, source in self._leaving) > self.in_flight:
             event, source = self._leaving.popleft()
             self._wait(event, source.device)
 

@@ -72,7 +72,9 @@ def test_every_strategy_has_the_gradients_of_stock_and_its_figures(benchmark, tm
     moved = {run["name"]: run["moved_bytes"] for run in result["runs"]}
     assert moved["Offload, keep 0 GB"] > moved["Offload, keep 20 GB"]
     assert 0 < moved["segments 1/2/6/3 + Offload, keep 0 GB"] < moved["Offload, keep 0 GB"] * 0.6
-    assert 0 < moved["regrouped 1/3/4/- + Offload, keep 2 GB"] < moved["segments 1/2/6/3 + Offload, keep 2 GB"]
+    assert (
+        0 < moved["regrouped 1/3/4/- + Offload, keep 2 GB"] < moved["segments 1/2/6/3 + Offload, keep 2 GB"]
+    )
     assert result["link"] is None
     assert (result["left_out"], result["failed"], result["rounds"], result["steps"]) == ({}, {}, 1, 1)
     assert "verdict" not in result  # it is about a GPU
@@ -183,8 +185,9 @@ def fake_task(benchmark, store: Callable[[], Any] | None = None) -> Any:
 
 def results(benchmark, rounds: int = 1, only: str = "", **options: Any) -> list[dict[str, Any]]:
     """After every round, as they stand in the file."""
-    task, small = fake_task(benchmark, **options), fake_task(benchmark)
-    return [json.loads(json.dumps(found)) for found in benchmark.run(task, small, rounds, 2, only)]
+    task = fake_task(benchmark, **options)
+    found = benchmark.run(task, lambda: fake_task(benchmark), rounds, 2, only)
+    return [json.loads(json.dumps(one)) for one in found]
 
 
 def breaks(benchmark, monkeypatch, name: str, at: int, error: BaseException | None = None) -> list[Any]:
@@ -274,10 +277,96 @@ def test_pinned_memory_lives_for_one_turn(benchmark, cuda):
     left = []
     cuda.when_emptied = lambda: left.append(sum(reference() is not None for reference in stores))
     results(benchmark, rounds=2, store=store, only="segments.*Offload")
-    assert len(stores) == 2 * 4  # one for all steps of a turn
+    assert len(stores) == 2 * 2  # one for all steps of a turn
     assert set(alive) == {1}
-    assert len(left) == 1 + 5 * 3  # of the link, of the gradients, of two rounds
+    assert (
+        len(left) == 2 + 3 * 3
+    )  # of the link, after the gradients, and of each: in the gradients, in two rounds
     assert set(left) == {0}
+
+
+def test_nothing_else_is_there_when_memory_counts(benchmark, cuda, monkeypatch):
+    models, left, turn = [], [], benchmark.turn
+    monkeypatch.setattr(torchvision.models, "tiny", lambda weights: models.append(Tiny()) or models[-1])
+
+    def counted(task, *rest):
+        gc.collect()
+        left.append(sum(model() is not None for model in references))
+        assert task.model is references[0]()
+        turn(task, *rest)
+        assert gc.isenabled()
+
+    monkeypatch.setattr(benchmark, "turn", counted)
+    make, references = benchmark.Task, []
+
+    def task(*arguments, **options):
+        made = make(*arguments, **options)
+        references.append(weakref.ref(made.model))
+        models.clear()
+        return made
+
+    monkeypatch.setattr(benchmark, "Task", task)
+    results(benchmark, only="save")
+    assert len(references) == 2
+    assert left == [1, 1]  # stock and another
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_no_collection_falls_into_a_step(benchmark, cuda, monkeypatch, breaks_off):
+    task, seen = fake_task(benchmark), []
+
+    def timed(context):
+        seen.append(gc.isenabled())
+        if breaks_off and len(seen) == 2:
+            raise torch.OutOfMemoryError
+        return 1.0, 0
+
+    monkeypatch.setattr(task, "timed", timed)
+    failed: dict[str, str] = {}
+    list(benchmark.measure(task, {"stock": benchmark.Strategy()}, 1, 2, failed))
+    assert seen == [False] * (2 if breaks_off else 3)
+    assert gc.isenabled()
+    assert list(failed) == ["stock"] * breaks_off
+
+
+def test_sgd_in_backward_does_what_sgd_does_and_frees_the_gradients(benchmark, cuda):
+    weights, held = [], []
+    for in_backward in (False, True):
+        task = fake_task(benchmark)
+        parameters = list(task.model.parameters())
+
+        def note(_, parameters=parameters):
+            held.append(sum(one.grad is not None for one in parameters))
+
+        task.model.conv1.weight.register_post_accumulate_grad_hook(note)  # where backward ends
+        strategy = benchmark.Strategy(in_backward=in_backward)
+        with strategy.around(task):
+            for _ in range(2):
+                task.step(strategy.begin(task)())
+        weights.append(parameters)
+        loss = nn.functional.cross_entropy(task.model(task.x), task.labels)
+        loss.backward()
+        assert all(one.grad is not None for one in parameters)  # no hook has stayed
+    assert all(map(torch.equal, *weights))
+    # The weight of conv1 has its gradient; its bias may be next.
+    assert all(count >= len(parameters) - 1 for count in (held[0], held[1]))
+    assert all(count <= 2 for count in (held[3], held[4]))
+
+
+def test_regrouped_it_is_the_same_model(benchmark):
+    task = benchmark.Task("resnet50", 2, 32, "cpu", benchmark.Copies)
+    modules = {id(module) for module in task.model.modules() if not list(module.children())}
+    regrouped = [module for module in task.regrouped.modules() if not list(module.children())]
+    assert {id(module) for module in regrouped if not isinstance(module, nn.Flatten)} == modules
+    assert sum(isinstance(module, nn.Flatten) for module in regrouped) == 1
+    task.model.eval()
+    assert torch.equal(task.model(task.x), task.regrouped(task.x))
+    assert [len(getattr(task.regrouped, name)) for name in ("wide", "layer2", "layer3", "layer4")] == [
+        5,
+        3,
+        6,
+        3,
+    ]
 
 
 def test_the_cache_of_pinned_memory_has_another_name_in_older_versions(benchmark, cuda, monkeypatch):
@@ -299,7 +388,7 @@ def test_who_fails_is_recorded_and_the_others_go_on(benchmark, cuda, monkeypatch
     assert second["failed"] == {name: why}
     assert first["failed"] == ({} if rounds else {name: why})
     assert f"{name} failed: {why}" in capsys.readouterr().err
-    others = ["stock", "save_on_cpu, pinned", "checkpoint_segments + Offload, keep 0 GB"]
+    others = ["stock", "save_on_cpu, pinned", f"{SEGMENTS}, keep 0 GB", COMPOSED[-1]]
     assert [run["name"] for run in second["runs"]] == others
     assert (name in [run["name"] for run in first["runs"]]) == bool(rounds)
     assert set(second["verdict"]["not compared"]) == set(ON_CUDA) - set(others)
@@ -330,7 +419,7 @@ def test_who_cannot_be_imported_is_left_out_and_it_says_why(benchmark, cuda, mon
 
 def test_some_by_their_names(benchmark, cuda):
     (result,) = results(benchmark, only="save|2/3/3")
-    chosen = ["stock", "save_on_cpu, pinned", "checkpoint_segments 2/3/3"]
+    chosen = ["stock", "save_on_cpu, pinned", "segments 2/3/3/-"]
     assert [run["name"] for run in result["runs"]] == chosen
     assert set(result["left_out"]) == set(ON_CUDA) - set(chosen)
     assert set(result["left_out"].values()) == {"does not match --only save|2/3/3"}
@@ -368,12 +457,12 @@ def test_a_part_does_not_take_the_place_of_the_whole(benchmark, cuda, monkeypatc
     monkeypatch.setattr(benchmark, "Task", lambda *arguments, **options: given.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     result = {"gradients_bit_equal": {"stock": True}, "failed": {}}
-    monkeypatch.setattr(benchmark, "run", lambda *arguments: iter([result]))
+    monkeypatch.setattr(benchmark, "run", lambda task, small, *rest: iter([result, small()][:1]))
     assert benchmark.main(["--only", "2/3/3"]) == 0
     assert not out.exists()
     assert benchmark.main([]) == 0
     assert json.loads(out.read_text()) == result
-    assert given[2:] == [("resnet152", 256, 224, "cuda"), ("resnet50", 4, 96, "cuda")]
+    assert given == [("resnet152", 256, 224, "cuda"), ("resnet50", 4, 96, "cuda")] * 2
     capsys.readouterr()
 
 
@@ -408,17 +497,21 @@ def test_a_driver_without_a_name(benchmark, monkeypatch):
 
 def test_figures_are_medians_and_the_worst_peak(benchmark):
     row = {"name": "it", "moved_bytes": None, "peaks": [5, 7], "reserved": [8, 6]}
-    found = benchmark.finished(row | {"first": [9.0, 4.0], "times": [3.0, 1.0, 2.5, 2.0]})
+    row |= {"first": [9.0, 4.0], "times": [3.0, 1.0, 2.5, 2.0]}
+    found = benchmark.finished(row, benchmark.segments("1/-/3/-", True, benchmark.offload(2, in_flight=1)))
     assert (found["first_seconds"], found["seconds"]) == (4.0, 2.25)
     assert (found["fastest"], found["slowest"]) == (1.0, 3.0)
     assert (found["peak_allocated"], found["peak_reserved"], found["moved_bytes"]) == (7, 8, None)
+    assert (found["ours"], found["plan"]) == (True, {"wide": 1, "layer3": 3})
+    assert found["settings"] == {"keep": 2, "in_flight": 1}
+    assert not benchmark.finished(row, benchmark.Strategy())["ours"]
 
 
 # ---- the verdict ----
 
 
-def run(name, seconds, peak):
-    return {"name": name, "seconds": seconds, "peak_allocated": peak * 10**9}
+def run(name, seconds, peak, ours=False):
+    return {"name": name, "seconds": seconds, "peak_allocated": peak * 10**9, "ours": ours}
 
 
 def test_the_verdict_compares_at_no_more_memory(benchmark):
@@ -427,15 +520,14 @@ def test_the_verdict_compares_at_no_more_memory(benchmark):
             run("stock", 1.0, 46),
             run("save_on_cpu, pinned", 10.0, 4),
             run("checkpoint, every block", 1.3, 10),
-            run("Offload, keep 0 GB", 6.0, 5),
-            run("checkpoint_segments + Offload, keep 0 GB", 1.4, 3.9),
-            run("checkpoint_segments + Offload, keep 3 GB", 1.35, 6),
+            run("Offload, keep 0 GB", 6.0, 5, True),
+            run("segments + Offload, keep 0 GB", 1.4, 3.9, True),
+            run("segments + Offload, keep 3 GB", 1.35, 6, True),
         ],
         ["torchtune OffloadActivations"],
     )
-    assert found["6.5 GB at 1.5x reached by"] == [
-        "checkpoint_segments + Offload, keep 0 GB", "checkpoint_segments + Offload, keep 3 GB",
-    ]  # fmt: skip
+    reached = ["segments + Offload, keep 0 GB", "segments + Offload, keep 3 GB"]
+    assert found["6.5 GB at 1.5x reached by"] == reached
     assert found["faster at no more memory than"] == {
         "save_on_cpu, pinned": True,
         "checkpoint, every block": False,

@@ -418,6 +418,19 @@ def test_sources_on_their_way_are_bounded(device):
     assert device.hazards == 0
 
 
+@pytest.mark.parametrize(("in_flight", "held"), [(0, 0), (1, 1), (4_000, 1), (7_999, 1), (8_000, 2)])
+def test_one_source_may_be_on_its_way_however_large(device, in_flight, held):
+    """It leaves while the next is computed; with 0 bytes computing waits for each."""
+    store = SlowMemory(device, in_flight=in_flight)
+    slots = []
+    for number in range(5):
+        slots.append(store.write(torch.full((1000,), float(number))))
+        assert len(store._leaving) == min(held, number + 1)
+        assert len(device.waits) == number + 1 - len(store._leaving)
+    assert [store.read(one)[0].item() for one in slots] == list(range(5))
+    assert device.hazards == 0
+
+
 def test_sources_that_are_copied_are_forgotten_without_waiting(device):
     store = SlowMemory(device)
     first = store.write(torch.ones(10))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import torch
@@ -33,19 +34,28 @@ class Counting:
         return slot
 
 
+def with_stem(model: nn.Module) -> nn.Sequential:
+    """The same modules, and a plan can name the stem too."""
+    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+    head = nn.Sequential(model.avgpool, nn.Flatten(1), model.fc)
+    layers = {name: getattr(model, name) for name in PLAN}
+    return nn.Sequential(OrderedDict(stem=stem, **layers, head=head))
+
+
 def moved() -> bool:
     """Bytes that go to the store, as shares of what `save_on_cpu` moves; gradients and buffers bit-equal."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 224, 224)
 
-    def step(*contexts):
+    def step(*contexts, regrouped=False):
         torch.manual_seed(0)
         model = resnet152(weights=None)
-        opened = [context(model) for context in contexts]
+        net = with_stem(model) if regrouped else model
+        opened = [context(net) for context in contexts]
         for context in opened:
             context.__enter__()
-        loss = model(x).square().sum()
+        loss = net(x).square().sum()
         for context in reversed(opened):
             context.__exit__(None, None, None)
         loss.backward()
@@ -57,6 +67,7 @@ def moved() -> bool:
     print(f"ResNet-152, batch 2: save_on_cpu moves {stock:,} bytes, {unique:,} of them are unique")
     kept = report("unique bytes / save_on_cpu", unique / stock, 0.67)
     segments = lambda model: checkpoint_segments(model, PLAN)  # noqa: E731
+    stem_too = lambda model: checkpoint_segments(model, {"stem": 4, **PLAN})  # noqa: E731
     rows = {
         "Offload": ([lambda model: Offload(model, to=Counting(), min_bytes=0)], 0.67),
         "Offload, default min_bytes": ([lambda model: Offload(model, to=Counting())], 0.67),
@@ -65,9 +76,13 @@ def moved() -> bool:
             [segments, lambda model: Offload(model, to=Counting(), keep=16 * MIB)],
             0.09,
         ),
+        "the same with the stem, nothing kept": (
+            [stem_too, lambda model: Offload(model, to=Counting())],
+            0.09,
+        ),
     }
     for name, (contexts, budget) in rows.items():
-        found, opened = step(*contexts)
+        found, opened = step(*contexts, regrouped=stem_too in contexts)
         equal = all(map(torch.equal, plain, found))
         share = opened[-1].moved_bytes / stock
         line = f"{name}: moved / save_on_cpu"

@@ -15,7 +15,7 @@ memory is pinned, since what the strategies before had pinned is released; `firs
 (of two the lower). What fails is recorded, and the others go on; the file is written anew after every round. The exit
 code is 1 if anything failed, or if gradients differ in a bit (pinned, `save_on_cpu` gives weights back with other strides).
 
-On an H200 a round takes some four minutes, half of them for pinning 300 GB in all; `--rounds` (2) and `--steps`
+On an H200 a round takes some four minutes, most of them for pinning 300 GB in all; `--rounds` (2) and `--steps`
 (3) fit ten minutes. `--only 'stock|segments'` runs those whose names match, and stock. The host needs 100 GB of memory
 free. `--device cpu` tries the logic on a small model without a GPU. Neither of the two writes a file without `--out`.
 """
@@ -276,9 +276,11 @@ def release(task: Task) -> None:
     """Give back what PyTorch keeps for later, pinned memory of the host too: else only the first would have to pin."""
     task.optimizer.zero_grad(set_to_none=True)
     gc.collect()
-    reset(task)
     if task.device.type != "cuda":
         return
+    task.sync()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     if hasattr(torch.accelerator, "empty_host_cache"):  # not in PyTorch 2.11
         torch.accelerator.empty_host_cache()
     elif hasattr(torch._C, "_host_emptyCache"):
@@ -332,20 +334,20 @@ def measure(
 
 def turn(task: Task, begin: Begin, steps: int, row: dict[str, Any]) -> None:
     context = begin(task)
-    row.setdefault("first", []).append(task.timed(context())[0])
-    reset(task)
-    for _ in range(steps):
-        seconds, row["moved_bytes"] = task.timed(context())
-        row.setdefault("times", []).append(seconds)
+    # The collector would stop some step for longer than the GPU has been given work for.
+    gc.collect()
+    gc.disable()
+    try:
+        row.setdefault("first", []).append(task.timed(context())[0])
+        if task.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps):
+            seconds, row["moved_bytes"] = task.timed(context())
+            row.setdefault("times", []).append(seconds)
+    finally:
+        gc.enable()
     peaks(task, row)
-    print(f"  {row['name']:50} {statistics.median(row['times']):8.3f} s", file=sys.stderr, flush=True)
-
-
-def reset(task: Task) -> None:
-    if task.device.type == "cuda":
-        task.sync()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    print(f"  {row['name']:57} {statistics.median(row['times']):8.3f} s", file=sys.stderr, flush=True)
 
 
 def peaks(task: Task, row: dict[str, Any]) -> None:
@@ -437,8 +439,10 @@ def verdict(runs: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
     }
 
 
-def run(task: Task, small: Task, rounds: int, steps: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """The result so far, after every round."""
+def run(
+    task: Task, small: Callable[[], Task], rounds: int, steps: int, only: str = ""
+) -> Iterator[dict[str, Any]]:
+    """The result so far, after every round. Gradients are compared on a small task, which is gone when memory counts."""
     result: dict[str, Any] = {"machine": machine(task.device)}
     result["task"] = f"{task.name}, batch {task.batch}, {task.size} x {task.size}, float32, SGD"
     result["link"] = link(task.device)
@@ -446,7 +450,8 @@ def run(task: Task, small: Task, rounds: int, steps: int, only: str = "") -> Ite
     cuda, failed = task.device.type == "cuda", {}
     found, result["left_out"] = strategies(cuda, only)
     result["failed"] = failed
-    result["gradients_bit_equal"] = gradients_agree(small, found, failed)
+    result["gradients_bit_equal"] = gradients_agree(small(), found, failed)
+    release(task)
     result["steps"] = steps
     for number, runs in enumerate(measure(task, found, rounds, steps, failed), 1):
         result |= {"rounds": number, "runs": runs}
@@ -478,11 +483,11 @@ def main(arguments: list[str] | None = None) -> int:
             print("gpu_offload: no CUDA device here; nothing was measured", file=sys.stderr)
             return 1
         task = Task("resnet152", given.batch, 224, given.device)
-        small = Task("resnet50", 4, 96, given.device, unit=10**6)  # saves some 35 MB
+        small = lambda: Task("resnet50", 4, 96, given.device, unit=10**6)  # noqa: E731 (saves some 35 MB)
         out = given.out or (None if given.only else RESULT)
     else:
         task = Task("resnet18", 2, 32, given.device, Copies, unit=10**4)
-        small, out = task, given.out
+        small, out = lambda: task, given.out
     for result in run(task, small, given.rounds, given.steps, given.only):
         text = json.dumps(result, indent=1)
         if out is not None:
