@@ -28,16 +28,16 @@ COMMON = [
     "checkpoint, every block",
     "checkpoint, stem and every block",
     "segments 1/2/6/3",
-    "segments 2/3/3/-",
-    "regrouped 1/3/4/-",
-    "regrouped 1/-/3/-",
+    "segments 2/3/3/0",
+    "regrouped 1/3/4/0",
+    "regrouped 1/0/3/0",
 ]
 OURS, SEGMENTS, THEIRS = "Offload", "segments 1/2/6/3 + Offload", "torchtune OffloadActivations"
 COMPOSED = [
     *(f"{SEGMENTS}, keep {keep} GB" for keep in (0, 2)),
-    "regrouped 1/3/4/- + Offload, keep 2 GB",
-    "regrouped 1/3/4/- + Offload, keep 2 GB, SGD in backward",
-    "regrouped -/1/2/1 + Offload, keep 0 GB, SGD in backward",
+    "regrouped 1/3/4/0 + Offload, keep 2 GB",
+    "regrouped 1/3/4/0 + Offload, keep 2 GB, SGD in backward",
+    "regrouped 0/1/2/1 + Offload, keep 0 GB, SGD in backward",
 ]
 ON_CPU = [*COMMON, *(f"{OURS}, keep {keep} GB" for keep in (0, 20)), *COMPOSED]
 ON_CUDA = [*COMMON, *(f"{OURS}, keep {keep} GB" for keep in (0, 15, 30)), *COMPOSED, THEIRS]
@@ -73,7 +73,7 @@ def test_every_strategy_has_the_gradients_of_stock_and_its_figures(benchmark, tm
     assert moved["Offload, keep 0 GB"] > moved["Offload, keep 20 GB"]
     assert 0 < moved["segments 1/2/6/3 + Offload, keep 0 GB"] < moved["Offload, keep 0 GB"] * 0.6
     assert (
-        0 < moved["regrouped 1/3/4/- + Offload, keep 2 GB"] < moved["segments 1/2/6/3 + Offload, keep 2 GB"]
+        0 < moved["regrouped 1/3/4/0 + Offload, keep 2 GB"] < moved["segments 1/2/6/3 + Offload, keep 2 GB"]
     )
     assert result["link"] is None
     assert (result["left_out"], result["failed"], result["rounds"], result["steps"]) == ({}, {}, 1, 1)
@@ -419,7 +419,7 @@ def test_who_cannot_be_imported_is_left_out_and_it_says_why(benchmark, cuda, mon
 
 def test_some_by_their_names(benchmark, cuda):
     (result,) = results(benchmark, only="save|2/3/3")
-    chosen = ["stock", "save_on_cpu, pinned", "segments 2/3/3/-"]
+    chosen = ["stock", "save_on_cpu, pinned", "segments 2/3/3/0"]
     assert [run["name"] for run in result["runs"]] == chosen
     assert set(result["left_out"]) == set(ON_CUDA) - set(chosen)
     assert set(result["left_out"].values()) == {"does not match --only save|2/3/3"}
@@ -498,7 +498,7 @@ def test_a_driver_without_a_name(benchmark, monkeypatch):
 def test_figures_are_medians_and_the_worst_peak(benchmark):
     row = {"name": "it", "moved_bytes": None, "peaks": [5, 7], "reserved": [8, 6]}
     row |= {"first": [9.0, 4.0], "times": [3.0, 1.0, 2.5, 2.0]}
-    found = benchmark.finished(row, benchmark.segments("1/-/3/-", True, benchmark.offload(2, in_flight=1)))
+    found = benchmark.finished(row, benchmark.segments("1/0/3/0", True, benchmark.offload(2, in_flight=1)))
     assert (found["first_seconds"], found["seconds"]) == (4.0, 2.25)
     assert (found["fastest"], found["slowest"]) == (1.0, 3.0)
     assert (found["peak_allocated"], found["peak_reserved"], found["moved_bytes"]) == (7, 8, None)
@@ -556,7 +556,7 @@ def shown(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[list[str], Any]]
             Path("data").mkdir(exist_ok=True)
             Path("data/gpu_offload.json").write_text(json.dumps(result), encoding="utf-8")
         names = {"plt": plt}
-        for cell in ("measured-picture", "measured-facts"):
+        for cell in ("measured-load", "measured-picture", "measured-facts"):
             exec(cells[cell], names)
         return capsys.readouterr().out.splitlines(), plt
 
@@ -571,8 +571,8 @@ def test_the_notebook_says_that_nothing_was_measured(shown):
 
 
 def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, capsys, shown):
-    breaks(benchmark, monkeypatch, "Offload, keep 5 GB", 1)
-    (result,) = results(benchmark, only="^(?!Offload, keep 10)")
+    breaks(benchmark, monkeypatch, "Offload, keep 15 GB", 1)
+    (result,) = results(benchmark, only="^(?!Offload, keep 30)")
     capsys.readouterr()
     runs = result["runs"]
     for number, found in enumerate(runs):
@@ -584,34 +584,57 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, caps
     assert lines[0].startswith("tiny, batch 4, 16 x 16, float32, SGD | ")
     assert " | a GPU of no make | 1.2 | " in lines[0]
     assert lines[1] == "to_host_GBps 50.0"
-    assert lines[2] == (
-        " 1 stock                                          40.0 GB peak,   0.0 GB moved,  1.00 x stock, first  2.00"
-    )
-    assert lines[3] == (
-        " 2 save_on_cpu, pinned                            39.0 GB peak,   1.0 GB moved,  1.10 x stock, first  6.00"
-    )
-    assert lines[1 + len(runs)] == (
-        "13 torchtune OffloadActivations                   28.0 GB peak,     - GB moved,  2.20 x stock, first 50.00"
-    )
+    name, rest = " " * 55, "     peak    moved   step  first"
+    assert lines[2] == f"    {name}{rest}"
+    assert lines[3] == f" 1 {'stock':56} 40.00 GB   0.0 GB   1.00    2.0"
+    assert lines[4] == f" 2 {'save_on_cpu, pinned':56} 39.00 GB   1.0 GB   1.10    6.0"
+    assert lines[2 + len(runs)] == f"15 {THEIRS:56} 26.00 GB     - GB   2.40   58.0"
+    assert len({len(line) for line in lines[2 : 3 + len(runs)]}) == 1
     why = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-    assert lines[2 + len(runs) :] == [
-        "left out: Offload, keep 10 GB: does not match --only ^(?!Offload, keep 10)",
-        f"failed: Offload, keep 5 GB: {why}",
+    assert lines[3 + len(runs) :] == [
+        "left out: Offload, keep 30 GB: does not match --only ^(?!Offload, keep 30)",
+        f"failed: Offload, keep 15 GB: {why}",
     ]
 
-    axes = plt.gca()
-    points = [line for line in axes.lines if line.get_marker() == "o"]
+    everything, near = plt.gcf().axes
     expected = [(1 + number / 10, 40 - number) for number in range(len(runs))]
-    drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in points]
-    assert drawn == [pytest.approx(point) for point in expected]
-    assert [text.get_text() for text in axes.texts] == [str(number) for number in range(1, len(runs) + 1)]
-    assert [text.xy for text in axes.texts] == drawn
-    level, upright = (line for line in axes.lines if line.get_linestyle() == "--")
-    assert (set(level.get_ydata()), set(upright.get_xdata())) == ({6.5}, {1.5})
-    for axis, goal in ((axes.xaxis, 1.5), (axes.yaxis, 6.5)):
-        labels = [label.get_text() for label in axis.get_ticklabels()]
-        assert dict(zip(axis.get_ticklocs(), labels, strict=True))[goal] == str(goal)
-    assert axes.get_title() == "numbered as in the list below; dashed: the goal"
+    for axes in (everything, near):
+        points = [line for line in axes.lines if line.get_marker() == "o"]
+        drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in points]
+        assert drawn == [pytest.approx(point) for point in expected]
+        assert [line.get_color() for line in points] == ["C0" if run["ours"] else "C1" for run in runs]
+        level, upright = (line for line in axes.lines if line.get_linestyle() == "--")
+        assert (set(level.get_ydata()), set(upright.get_xdata())) == ({6.5}, {1.5})
+        assert goal_is_labelled(axes.xaxis, 1.5)
+        assert axes.get_title() == "dashed: 6.5 GB, 1.5 steps"
+    assert goal_is_labelled(everything.yaxis, 6.5)
+    # Below two steps, where they are crowded, the numbers stand in the second one.
+    numbers = {axes: [int(text.get_text()) for text in axes.texts] for axes in (everything, near)}
+    assert numbers == {near: list(range(1, 11)), everything: list(range(11, len(runs) + 1))}
+    for axes, found in numbers.items():
+        assert [text.xy for text in axes.texts] == [pytest.approx(expected[number - 1]) for number in found]
+        low, high = axes.get_xlim()
+        assert all(low < text.xy[0] < high for text in axes.texts)
+
+
+def goal_is_labelled(axis: Any, goal: float) -> bool:
+    return str(axis.get_major_formatter()(goal, list(axis.get_majorticklocs()).index(goal))) == str(goal)
+
+
+def test_the_committed_figures_are_of_the_whole_task_and_the_notebook_shows_them(shown):
+    result = json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))
+    assert result["task"] == "resnet152, batch 256, 224 x 224, float32, SGD"
+    assert {"gpu", "driver", "cuda", "cudnn", "torch", "torchvision", "date"} <= set(result["machine"])
+    assert [run["name"] for run in result["runs"]] == ON_CUDA
+    assert (result["failed"], result["left_out"]) == ({}, {})
+    assert all(run["fastest"] <= run["seconds"] <= run["slowest"] for run in result["runs"])
+    # Its weight comes back with other strides.
+    assert [name for name, equal in result["gradients_bit_equal"].items() if not equal] == [
+        "save_on_cpu, pinned"
+    ]
+    lines, _ = shown(result)
+    stored = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}["measured-facts"]
+    assert lines == "".join(stored["outputs"][0]["text"]).splitlines()
 
 
 def test_the_notebook_can_do_without_stock(benchmark, cuda, monkeypatch, capsys, shown):
@@ -619,6 +642,6 @@ def test_the_notebook_can_do_without_stock(benchmark, cuda, monkeypatch, capsys,
     (result,) = results(benchmark, only="save")
     capsys.readouterr()
     lines, _ = shown(result)
-    assert lines[2].startswith(" 1 save_on_cpu, pinned")
-    assert lines[2].endswith("nan x stock, first   nan")
+    assert lines[3].startswith(" 1 save_on_cpu, pinned")
+    assert lines[3].endswith("    nan    nan")
     assert lines[-1].startswith("failed: stock: OutOfMemoryError")

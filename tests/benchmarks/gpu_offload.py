@@ -6,8 +6,8 @@ writes notebooks/data/gpu_offload.json, which notebook 33 plots. `--with` brings
 uv throws away; without it that rival is left out, and with another torchao its import fails. Goal: at most 6.5 GB at
 no more than 1.5x the stock step, and at every memory budget faster than each of the others.
 
-`segments 1/2/6/3`: `checkpoint_segments` with so many blocks per segment in layer1 to layer4, `-`: not in the plan.
-`regrouped 1/3/4/-`: the same modules in other Sequentials, see `Regrouped`. `SGD in backward`: each parameter is
+`segments 1/2/6/3`: `checkpoint_segments` with so many blocks per segment in layer1 to layer4, 0: not in the plan.
+`regrouped 1/3/4/0`: the same modules in other Sequentials, see `Regrouped`. `SGD in backward`: each parameter is
 updated by a hook, as soon as its gradient is complete, and the gradient is freed.
 
 Every strategy runs in every round, in turn; figures are medians. The first step of a round stands apart: there
@@ -190,9 +190,9 @@ def offload(keep: int, **options: int) -> Strategy:
 
 
 def segments(per_layer: str, regrouped: bool = False, how: Strategy | None = None) -> Strategy:
-    """`1/2/-/3`: blocks per segment; `-`: not in the plan."""
+    """`1/2/0/3`: blocks per segment; 0: not in the plan."""
     names = ("wide" if regrouped else "layer1", "layer2", "layer3", "layer4")
-    plan = {name: int(n) for name, n in zip(names, per_layer.split("/"), strict=True) if n != "-"}
+    plan = {name: int(n) for name, n in zip(names, per_layer.split("/"), strict=True) if n != "0"}
     return (how or Strategy())._replace(plan=plan, regrouped=regrouped, ours=True)
 
 
@@ -225,19 +225,19 @@ def strategies(cuda: bool, only: str = "") -> tuple[dict[str, Strategy], dict[st
         "checkpoint, every block": by_hand,
         "checkpoint, stem and every block": by_hand._replace(regrouped=True),
         "segments 1/2/6/3": segments("1/2/6/3"),
-        "segments 2/3/3/-": segments("2/3/3/-"),
-        "regrouped 1/3/4/-": segments("1/3/4/-", True),
-        "regrouped 1/-/3/-": segments("1/-/3/-", True),
+        "segments 2/3/3/0": segments("2/3/3/0"),
+        "regrouped 1/3/4/0": segments("1/3/4/0", True),
+        "regrouped 1/0/3/0": segments("1/0/3/0", True),
     }
     for keep in (0, 15, 30) if cuda else (0, 20):
         found[f"Offload, keep {keep} GB"] = offload(keep)
     for keep in (0, 2):
         found[f"segments 1/2/6/3 + Offload, keep {keep} GB"] = segments("1/2/6/3", False, offload(keep))
-    goal = segments("1/3/4/-", True, offload(2, in_flight=2))
-    least = segments("-/1/2/1", True, offload(0, prefetch=0))
-    found["regrouped 1/3/4/- + Offload, keep 2 GB"] = goal
-    found["regrouped 1/3/4/- + Offload, keep 2 GB, SGD in backward"] = goal._replace(in_backward=True)
-    found["regrouped -/1/2/1 + Offload, keep 0 GB, SGD in backward"] = least._replace(in_backward=True)
+    goal = segments("1/3/4/0", True, offload(2, in_flight=2))
+    least = segments("0/1/2/1", True, offload(0, prefetch=0))
+    found["regrouped 1/3/4/0 + Offload, keep 2 GB"] = goal
+    found["regrouped 1/3/4/0 + Offload, keep 2 GB, SGD in backward"] = goal._replace(in_backward=True)
+    found["regrouped 0/1/2/1 + Offload, keep 0 GB, SGD in backward"] = least._replace(in_backward=True)
     left_out = {}
     if cuda:
         name = "torchtune OffloadActivations"
