@@ -1,6 +1,7 @@
 """What a value keeps alive."""
 
 import gc
+import io
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,5 +22,7 @@ def within(value: Any) -> Iterator[Any]:
             yield item
             if isinstance(item, FunctionType):
                 stack += item.__closure__ or (), item.__defaults__ or (), item.__kwdefaults__ or {}
+            elif isinstance(item, io.BytesIO):
+                stack.append(vars(item))  # the buffer is part of it; Python 3.12 has it among the referents
             elif not isinstance(item, Tensor | nn.Module | ModuleType | type):
                 stack += gc.get_referents(item)

@@ -25,6 +25,7 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import check, clip, features, saved_tensors, select, trace
+from hooklab._reachable import within
 from hooklab.exercises import n15_many_tensors_at_once as n15
 from hooklab.exercises import n21_forward_hooks as n21
 from hooklab.exercises import n22_backward_hooks as n22
@@ -625,6 +626,16 @@ def zeros_left_out(in_slots):
             return tensor
 
     return Store()
+
+
+def test_the_buffer_of_a_file_in_memory_is_part_of_it():
+    """Python 3.11 does not have it among what the garbage collector sees, later ones do."""
+    content, other = io.BytesIO(), []
+    content.write(bytes(1000))
+    content.beside = other
+    found = list(within(content))
+    assert any(part is other for part in found)
+    assert not any(isinstance(part, bytes) for part in found)
 
 
 class Compressed:
