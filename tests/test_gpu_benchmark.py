@@ -286,29 +286,22 @@ def test_pinned_memory_lives_for_one_turn(benchmark, cuda):
 
 
 def test_nothing_else_is_there_when_memory_counts(benchmark, cuda, monkeypatch):
-    models, left, turn = [], [], benchmark.turn
-    monkeypatch.setattr(torchvision.models, "tiny", lambda weights: models.append(Tiny()) or models[-1])
+    make, turn, models, alive = benchmark.Task, benchmark.turn, [], []
 
-    def counted(task, *rest):
-        gc.collect()
-        left.append(sum(model() is not None for model in references))
-        assert task.model is references[0]()
-        turn(task, *rest)
-        assert gc.isenabled()
-
-    monkeypatch.setattr(benchmark, "turn", counted)
-    make, references = benchmark.Task, []
-
-    def task(*arguments, **options):
+    def noted(*arguments, **options):
         made = make(*arguments, **options)
-        references.append(weakref.ref(made.model))
-        models.clear()
+        models.append(weakref.ref(made.model))
         return made
 
-    monkeypatch.setattr(benchmark, "Task", task)
+    def counted(*arguments):
+        gc.collect()
+        alive.append([model() is not None for model in models])
+        turn(*arguments)
+
+    monkeypatch.setattr(benchmark, "Task", noted)
+    monkeypatch.setattr(benchmark, "turn", counted)
     results(benchmark, only="save")
-    assert len(references) == 2
-    assert left == [1, 1]  # stock and another
+    assert alive == [[True, False]] * 2  # of the task and of the small one, in the turns of two strategies
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
@@ -615,6 +608,36 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, caps
         assert [text.xy for text in axes.texts] == [pytest.approx(expected[number - 1]) for number in found]
         low, high = axes.get_xlim()
         assert all(low < text.xy[0] < high for text in axes.texts)
+
+
+def test_what_the_notebooks_say_is_what_was_measured():
+    runs = {
+        run["name"]: run
+        for run in json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))["runs"]
+    }
+    stock = runs["stock"]["seconds"]
+
+    def figures(name, digits):
+        run = runs[name]
+        return f"{run['peak_allocated'] / 1e9:.{digits}f} GB", f"{run['seconds'] / stock:.2f}"
+
+    def halves(notebook, cell):
+        cells = {
+            one["id"]: "".join(one["source"]) for one in json.loads(notebook.read_text("utf-8"))["cells"]
+        }
+        return cells[cell].split('<div lang="en">')
+
+    goal = "regrouped 1/3/4/0 + Offload, keep 2 GB"
+    for half in halves(NOTEBOOK, "measured-goal"):
+        assert figures(f"{goal}, SGD in backward", 2)[0] in half
+    for half in halves(NOTEBOOK, "measured-others"):
+        assert all(figure in half for figure in figures("checkpoint, every block", 1))
+    for half in halves(NOTEBOOK.with_name("35_checkpointing.ipynb"), "winner-measured"):
+        assert all(figure in half for figure in figures("segments 1/2/6/3 + Offload, keep 0 GB", 1))
+        assert figures(goal, 1)[1] in half
+        assert (
+            figures(goal, 1)[0] == figures("segments 1/2/6/3 + Offload, keep 0 GB", 1)[0]
+        )  # 'the same memory'
 
 
 def goal_is_labelled(axis: Any, goal: float) -> bool:

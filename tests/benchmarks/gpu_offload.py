@@ -15,9 +15,10 @@ memory is pinned, since what the strategies before had pinned is released; `firs
 (of two the lower). What fails is recorded, and the others go on; the file is written anew after every round. The exit
 code is 1 if anything failed, or if gradients differ in a bit (pinned, `save_on_cpu` gives weights back with other strides).
 
-On an H200 a round takes some four minutes, most of them for pinning 300 GB in all; `--rounds` (2) and `--steps`
-(3) fit ten minutes. `--only 'stock|segments'` runs those whose names match, and stock. The host needs 100 GB of memory
-free. `--device cpu` tries the logic on a small model without a GPU. Neither of the two writes a file without `--out`.
+A round pins 300 GB in all, which takes most of the time: on an H200 one round and two thirds of another, of three
+`--steps` each, took seven and a half minutes. `--only 'stock|segments'` runs those whose names match, and stock. The
+host needs 100 GB of memory free. `--device cpu` tries the logic on a small model without a GPU. Neither of the two
+writes a file without `--out`.
 """
 
 import argparse
