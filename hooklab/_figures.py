@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 import torch
-from numpy import count_nonzero, from_dlpack, int32, int64, ndarray
+from numpy import count_nonzero, from_dlpack, int32, int64, ndarray, uint32, uint64
 from torch import Tensor, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -86,6 +86,17 @@ def as_array(tensor: Tensor) -> ndarray | None:
     return from_dlpack(tensor) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
 
 
+def _largest_and_zeros(values: ndarray) -> tuple[float, int]:
+    """The largest of finite numbers of any sign, and how many are 0."""
+    # Floats above 0 have the order of their bits, those below 0 the reverse; the bits of -0.0, a zero too, are the least of all.
+    bits = values.view(int64 if values.itemsize == 8 else int32)
+    first, last = bits.argmin(), bits.argmax()
+    high = values.item(first if bits.item(last) < 0 else last)
+    if high < 0:
+        return high, 0
+    return high, values.size - int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
+
+
 class Scratch:
     """Measures on the CPU, in memory for a part as float64, used again and again: fresh memory costs more.
 
@@ -128,18 +139,15 @@ class Scratch:
             mean = total / number
             spread = squares - mean * mean * number
             if array is not None:
-                values, bits = array, array.view(int32)
-            # NumPy finds places in less time than values, and in integers in half the time that floats take. Floats above 0
-            # have the order of their bits, those below 0 the reverse; the bits of -0.0, a zero too, are the least of all.
-            first, last = bits.argmin(), bits.argmax()
-            low, high = values.item(first), values.item(last)
-            negative_zero = False
-            if bits.item(first) < 0:
-                negative_zero = low == 0
-                low, high = (high, low) if bits.item(last) < 0 else (values.item(values.argmin()), high)
-            zeros = 0.0
-            if low <= 0 <= high:
-                zeros = number - int(count_nonzero(values != 0 if negative_zero else bits))
+                values, bits = array, array.view(uint32)
+            # NumPy finds places in less time than values, and in integers in half the time that floats take. As unsigned ones,
+            # the bits of floats below 0 are larger than all others, and the largest are those of the least.
+            low = values.item(bits.argmax())
+            if low > 0:  # then it is the largest, and no number has a sign: after a ReLU, say
+                high, zeros = low, number - int(count_nonzero(bits))
+                low = 0.0 if zeros else values.item(bits.argmin())
+            else:
+                high, zeros = _largest_and_zeros(values)
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:
@@ -159,7 +167,7 @@ class Scratch:
             above_ones = self.above_ones[:, :number] if number <= FEW else None
             wide = self.wide[:number] if above_ones is None else above_ones[0]
             array = wide.numpy()
-            views = number, wide, above_ones, wide.view(shape), array, array.view(int64)
+            views = number, wide, above_ones, wide.view(shape), array, array.view(uint64)
         self.views[shape] = views
         return views
 
