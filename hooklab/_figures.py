@@ -10,7 +10,7 @@ from torch import Tensor, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["CHUNK", "FLOATS", "as_array", "careful", "merged", "per_thread", "plain", "unbatched"]
+__all__ = ["CHUNK", "FEW", "FLOATS", "careful", "merged", "of_many", "per_thread", "plain", "unbatched"]
 
 CHUNK = 65_536  # numbers: few calls, and 0.8 MiB of scratch memory for each thread, less than a cache holds
 FEW = 16_384  # numbers: up to here a call costs more than what it reads, so there are fewer calls, which read more
@@ -77,24 +77,61 @@ def merged(results: list[Tensor]) -> Tensor:
     return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
 
 
-def as_array(tensor: Tensor) -> ndarray | None:
-    """The same memory for NumPy, if it is float32 and so much that this pays. `Tensor.numpy` would forbid to resize it.
-
-    Not of a subclass: its entries may lie in another tensor, and what is read here would be somebody else's memory.
-    """
-    pays = tensor.__class__ is Tensor and tensor.dtype is torch.float32 and tensor.numel() > FEW
-    return from_dlpack(tensor) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
-
-
-def _largest_and_zeros(values: ndarray) -> tuple[float, int]:
-    """The largest of finite numbers of any sign, and how many are 0."""
+def _largest_and_nonzero(values: ndarray) -> tuple[float, int]:
+    """The largest of finite numbers of any sign, and how many are not 0."""
     # Floats above 0 have the order of their bits, those below 0 the reverse; the bits of -0.0, a zero too, are the least of all.
     bits = values.view(int64 if values.itemsize == 8 else int32)
     first, last = bits.argmin(), bits.argmax()
     high = values.item(first if bits.item(last) < 0 else last)
     if high < 0:
-        return high, 0
-    return high, values.size - int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
+        return high, values.size
+    return high, int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
+
+
+def of_many(tensor: Tensor, number: int) -> tuple[float, ...] | None:
+    """As `careful`, of more than `FEW` numbers at once.
+
+    None where one is NaN or infinite, where the mean has to be taken off first, and where NumPy cannot read them.
+    """
+    # A subclass may hold its entries in another tensor: what is read here would be somebody else's memory.
+    if tensor.__class__ is not Tensor or tensor.dtype is not torch.float32:
+        return None
+    if not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    size = math.ceil(number / math.ceil(number / CHUNK))
+    # Fresh memory is what the layer has freed last, which may lie in the cache still; after so much, other memory does not.
+    wide = torch.empty(size, dtype=torch.float64, device="cpu")
+    flat = tensor.view(-1)
+    values = from_dlpack(flat)  # `Tensor.numpy` would forbid to resize the tensor
+    bits = values.view(uint32)
+    first, full, squares, total, low, high = 0, 0, 0.0, 0.0, math.inf, -math.inf
+    for part in flat.split(size):
+        last = first + size
+        if last > number:
+            last, wide = number, wide[: number - first]
+        wide.copy_(part)
+        squares += wide.dot(wide).item()
+        if not squares < math.inf:
+            return None
+        total += wide.sum().item()
+        some = bits[first:last]
+        least = largest = values.item(first + int(some.argmax()))
+        if least > 0:
+            nonzero = int(count_nonzero(some))
+            least = 0.0 if nonzero < last - first else values.item(first + int(some.argmin()))
+        else:
+            largest, nonzero = _largest_and_nonzero(values[first:last])
+        if least < low:
+            low = least
+        if largest > high:
+            high = largest
+        full += nonzero
+        first = last
+    mean = total / number
+    spread = squares - mean * mean * number
+    if spread < NARROW * squares:
+        return None
+    return number, mean, spread, number - full, 0, 0, low, high
 
 
 class Scratch:
@@ -114,10 +151,8 @@ class Scratch:
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
         self.busy = False
 
-    def figures(
-        self, part: Tensor, shape: torch.Size, array: ndarray | None = None
-    ) -> tuple[float, ...] | None:
-        """As `careful`, of at most `CHUNK` numbers; `array`, where one is given, is the same memory as float32.
+    def figures(self, part: Tensor, shape: torch.Size) -> tuple[float, ...] | None:
+        """As `careful`, of at most `CHUNK` numbers.
 
         None where one is NaN or infinite, and where this is in use: another layer was interrupted in here.
         """
@@ -138,23 +173,21 @@ class Scratch:
                 return None
             mean = total / number
             spread = squares - mean * mean * number
-            if array is not None:
-                values, bits = array, array.view(uint32)
             # NumPy finds places in less time than values, and in integers in half the time that floats take. As unsigned ones,
             # the bits of floats below 0 are larger than all others, and the largest are those of the least.
-            low = values.item(bits.argmax())
+            low = high = values.item(bits.argmax())
             if low > 0:  # then it is the largest, and no number has a sign: after a ReLU, say
-                high, zeros = low, number - int(count_nonzero(bits))
-                low = 0.0 if zeros else values.item(bits.argmin())
+                nonzero = int(count_nonzero(bits))
+                low = 0.0 if nonzero < number else values.item(bits.argmin())
             else:
-                high, zeros = _largest_and_zeros(values)
+                high, nonzero = _largest_and_nonzero(values)
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:
                 wide.sub_(mean)
                 off = wide.sum().item() / number  # by which that mean was rounded
                 mean, spread = mean + off, wide.sub_(off).dot(wide).item()
-            return number, mean, spread, zeros, 0, 0, low, high
+            return number, mean, spread, number - nonzero, 0, 0, low, high
         finally:
             self.busy = False
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hooklab._checkpoints import is_tracing, modes_open, selective
 from hooklab._compiler import eager, untraced
-from hooklab._figures import CHUNK, FEW, FLOATS, as_array, careful, merged, per_thread, plain
+from hooklab._figures import CHUNK, FEW, FLOATS, careful, merged, of_many, per_thread, plain
 from hooklab._histogram import Histogram
 
 __all__ = ["Running", "Statistics", "short"]
@@ -188,21 +188,22 @@ class Running:
         except RuntimeError:  # a nested one has none
             return False
         number = shape.numel()
-        if not STAGED <= number <= CHUNK:
-            if number:
+        figures = None
+        if number > FEW:
+            figures = of_many(tensor, number)
+        elif number >= STAGED:
+            figures = per_thread.scratch.figures(tensor, shape)
+        if figures is not None:
+            self._measured.append(figures)  # without the lock: a deque has its own
+            if len(self._measured) >= MEASURED:
                 with self._lock:
-                    self._calls += 1
-                    self._count += number
-                    self._add_entries(tensor, number)
-            return number > 0
-        figures = per_thread.scratch.figures(tensor, shape, as_array(tensor) if number > FEW else None)
-        if figures is None:
-            return False
-        self._measured.append(figures)  # without the lock: a deque has its own
-        if len(self._measured) >= MEASURED:
+                    self._merge()
+        elif number:
             with self._lock:
-                self._merge()
-        return True
+                self._calls += 1
+                self._count += number
+                self._add_entries(tensor, number)
+        return number > 0
 
     def _add_entries(self, tensor: Tensor, number: int) -> None:
         """Small ones are collected; so are those that come in the middle of measuring."""
@@ -257,12 +258,9 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [merged(self._pending)]
             return
-        figures, flat = per_thread.scratch.figures, tensor.flatten()
-        array, parts = as_array(flat), flat.chunk(math.ceil(tensor.numel() / CHUNK))
-        size = len(parts[0])
-        for index, part in enumerate(parts):
-            same = None if array is None else array[index * size : (index + 1) * size]
-            self._add(*(figures(part, part.shape, same) or careful(part).tolist()))
+        figures = per_thread.scratch.figures
+        for part in tensor.flatten().split(CHUNK):
+            self._add(*(figures(part, part.shape) or careful(part).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""

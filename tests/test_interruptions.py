@@ -30,7 +30,7 @@ from hooklab import (
     trace,
     watch,
 )
-from hooklab._figures import Scratch
+from hooklab._figures import FEW, Scratch, of_many
 from hooklab._statistics import Running
 from hooklab.stores import Disk
 from hooklab.trace import NODE_CREATION_HOOK
@@ -230,11 +230,25 @@ class AtEveryLine:
             sys.settrace(before)
 
 
+# Many numbers in float32 take the way of `of_many`, the others that of `Scratch.figures`.
 @pytest.mark.parametrize("size", [10_000, 18_000, 140_000])
-@pytest.mark.parametrize("place", [Scratch.figures, Running.add, Running._merge, Running._add])
-def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, size):
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        (Scratch.figures, torch.float64),
+        (of_many, torch.float32),
+        *(
+            (place, dtype)
+            for place in (Running.add, Running._merge, Running._add)
+            for dtype in (torch.float32, torch.float64)
+        ),
+    ],
+)
+def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, dtype, size):
+    if place is of_many:
+        size += FEW
     model = nn.Sequential(nn.ReLU(), nn.Identity())
-    x, other = torch.arange(size) - size / 2, torch.full((size + 2_000,), 7.0)
+    x, other = torch.arange(size, dtype=dtype) - size / 2, torch.full((size + 2_000,), 7.0, dtype=dtype)
     expected = layer_statistics(model, "0")
     with expected:
         model(x)
@@ -257,12 +271,19 @@ def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, size
 
 @pytest.mark.parametrize("size", [100, 10_000, 18_000, 140_000])
 @pytest.mark.parametrize(
-    "place", [Scratch.figures, Running.add, Running._add_entries, Running._measure, Running._add]
+    ("place", "dtype"),
+    [
+        *((place, torch.float32) for place in (of_many, Running.add)),
+        *(
+            (place, torch.float64)
+            for place in (Scratch.figures, Running.add, Running._add_entries, Running._measure, Running._add)
+        ),
+    ],
 )
-def test_what_is_counted_of_the_same_layer_in_between_is_counted_once(place, size):
+def test_what_is_counted_of_the_same_layer_in_between_is_counted_once(place, dtype, size):
     running, times = Running(0, (-1, 1)), []
-    before, large = torch.arange(10_000.0), torch.arange(-70_000.0, 80_000.0)
-    other = torch.linspace(-3, 7, size)
+    before, large = torch.arange(10_000.0), torch.arange(-70_000.0, 80_000.0, dtype=dtype)
+    other = torch.linspace(-3, 7, size, dtype=dtype)
 
     def between():
         times.append(1)

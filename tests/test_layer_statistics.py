@@ -256,6 +256,26 @@ def test_the_way_taken_on_a_gpu_gives_the_same(lists, dtype):
     assert_exact(running.read(), tensors)
 
 
+@pytest.mark.parametrize("size", [FEW + 1, CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize(
+    "ends", [(-5, 7), (7, -5), (1, 9), (-9, -1), (-3, 0), (0, 3), (999, 1001), (-1e6, -1e6 - 1)]
+)
+def test_large_tensors_whose_parts_are_unlike(size, ends):
+    """All below 0 first, all above it last; far from 0; a spread that is little beside the mean."""
+    tensor = torch.linspace(*ends, size)
+    assert_exact(figures_of([tensor, tensor.flip(0)]), [tensor, tensor])
+
+
+@pytest.mark.parametrize("size", [FEW, FEW + 1, CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("where", [0, -1])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e30])
+def test_one_entry_that_does_not_fit_in_a_large_tensor(size, where, number):
+    torch.manual_seed(0)
+    tensor = torch.randn(size)
+    tensor[where] = number
+    assert_exact(figures_of([tensor, tensor]), [tensor, tensor])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_nothing_waits_for_it_until_the_figures_are_read():
     model, x = mlp(4, 300, 2).cuda(), torch.randn(700, 4, device="cuda")
