@@ -10,7 +10,18 @@ from torch import Tensor, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["CHUNK", "FEW", "FLOATS", "careful", "merged", "of_many", "per_thread", "plain", "unbatched"]
+__all__ = [
+    "CHUNK",
+    "FEW",
+    "FLOATS",
+    "as_array",
+    "careful",
+    "merged",
+    "of_many",
+    "per_thread",
+    "plain",
+    "unbatched",
+]
 
 CHUNK = 65_536  # numbers: few calls, and 0.8 MiB of scratch memory for each thread, less than a cache holds
 FEW = 16_384  # numbers: up to here a call costs more than what it reads, so there are fewer calls, which read more
@@ -77,6 +88,15 @@ def merged(results: list[Tensor]) -> Tensor:
     return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
 
 
+def as_array(tensor: Tensor) -> ndarray | None:
+    """The same memory for NumPy, if it is float32 and so much that this pays. `Tensor.numpy` would forbid to resize it.
+
+    Not of a subclass: its entries may lie in another tensor, and what is read here would be somebody else's memory.
+    """
+    pays = tensor.__class__ is Tensor and tensor.dtype is torch.float32 and tensor.numel() > FEW
+    return from_dlpack(tensor) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
+
+
 def _largest_and_nonzero(values: ndarray) -> tuple[float, int]:
     """The largest of finite numbers of any sign, and how many are not 0."""
     # Floats above 0 have the order of their bits, those below 0 the reverse; the bits of -0.0, a zero too, are the least of all.
@@ -88,24 +108,19 @@ def _largest_and_nonzero(values: ndarray) -> tuple[float, int]:
     return high, int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
 
 
-def of_many(tensor: Tensor, number: int) -> tuple[float, ...] | None:
-    """As `careful`, of more than `FEW` numbers at once.
+def of_many(tensor: Tensor, array: ndarray) -> tuple[float, ...] | None:
+    """As `careful`, of more than `CHUNK` numbers at once; `array` is the same memory as float32.
 
-    None where one is NaN or infinite, where the mean has to be taken off first, and where NumPy cannot read them.
+    None where one is NaN or infinite, and where the mean has to be taken off first.
     """
-    # A subclass may hold its entries in another tensor: what is read here would be somebody else's memory.
-    if tensor.__class__ is not Tensor or tensor.dtype is not torch.float32:
-        return None
-    if not tensor.is_contiguous() or tensor.is_neg():
-        return None
+    number = array.size
     size = math.ceil(number / math.ceil(number / CHUNK))
     # Fresh memory is what the layer has freed last, which may lie in the cache still; after so much, other memory does not.
     wide = torch.empty(size, dtype=torch.float64, device="cpu")
-    flat = tensor.view(-1)
-    values = from_dlpack(flat)  # `Tensor.numpy` would forbid to resize the tensor
+    values = array.reshape(-1)
     bits = values.view(uint32)
     first, full, squares, total, low, high = 0, 0, 0.0, 0.0, math.inf, -math.inf
-    for part in flat.split(size):
+    for part in tensor.view(-1).split(size):
         last = first + size
         if last > number:
             last, wide = number, wide[: number - first]
@@ -151,8 +166,10 @@ class Scratch:
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
         self.busy = False
 
-    def figures(self, part: Tensor, shape: torch.Size) -> tuple[float, ...] | None:
-        """As `careful`, of at most `CHUNK` numbers.
+    def figures(
+        self, part: Tensor, shape: torch.Size, array: ndarray | None = None
+    ) -> tuple[float, ...] | None:
+        """As `careful`, of at most `CHUNK` numbers; `array`, where one is given, is the same memory as float32.
 
         None where one is NaN or infinite, and where this is in use: another layer was interrupted in here.
         """
@@ -173,6 +190,8 @@ class Scratch:
                 return None
             mean = total / number
             spread = squares - mean * mean * number
+            if array is not None:
+                values, bits = array, array.view(uint32)
             # NumPy finds places in less time than values, and in integers in half the time that floats take. As unsigned ones,
             # the bits of floats below 0 are larger than all others, and the largest are those of the least.
             low = high = values.item(bits.argmax())

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hooklab._checkpoints import is_tracing, modes_open, selective
 from hooklab._compiler import eager, untraced
-from hooklab._figures import CHUNK, FEW, FLOATS, careful, merged, of_many, per_thread, plain
+from hooklab._figures import CHUNK, FEW, FLOATS, as_array, careful, merged, of_many, per_thread, plain
 from hooklab._histogram import Histogram
 
 __all__ = ["Running", "Statistics", "short"]
@@ -189,10 +189,12 @@ class Running:
             return False
         number = shape.numel()
         figures = None
-        if number > FEW:
-            figures = of_many(tensor, number)
-        elif number >= STAGED:
-            figures = per_thread.scratch.figures(tensor, shape)
+        if number >= STAGED:
+            array = as_array(tensor) if number > FEW else None
+            if number <= CHUNK:
+                figures = per_thread.scratch.figures(tensor, shape, array)
+            elif array is not None:
+                figures = of_many(tensor, array)
         if figures is not None:
             self._measured.append(figures)  # without the lock: a deque has its own
             if len(self._measured) >= MEASURED:
@@ -258,9 +260,12 @@ class Running:
             if len(self._pending) >= PENDING:
                 self._pending = [merged(self._pending)]
             return
-        figures = per_thread.scratch.figures
-        for part in tensor.flatten().split(CHUNK):
-            self._add(*(figures(part, part.shape) or careful(part).tolist()))
+        figures, flat = per_thread.scratch.figures, tensor.flatten()
+        array, parts = as_array(flat), flat.chunk(math.ceil(tensor.numel() / CHUNK))
+        size = len(parts[0])
+        for index, part in enumerate(parts):
+            same = None if array is None else array[index * size : (index + 1) * size]
+            self._add(*(figures(part, part.shape, same) or careful(part).tolist()))
 
     def _fetch(self) -> None:
         """Bring what has been counted on a GPU; this waits for it."""

@@ -30,7 +30,7 @@ from hooklab import (
     trace,
     watch,
 )
-from hooklab._figures import FEW, Scratch, of_many
+from hooklab._figures import CHUNK, Scratch, of_many
 from hooklab._statistics import Running
 from hooklab.stores import Disk
 from hooklab.trace import NODE_CREATION_HOOK
@@ -246,7 +246,7 @@ class AtEveryLine:
 )
 def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, dtype, size):
     if place is of_many:
-        size += FEW
+        size += CHUNK
     model = nn.Sequential(nn.ReLU(), nn.Identity())
     x, other = torch.arange(size, dtype=dtype) - size / 2, torch.full((size + 2_000,), 7.0, dtype=dtype)
     expected = layer_statistics(model, "0")
