@@ -97,15 +97,22 @@ def as_array(tensor: Tensor) -> ndarray | None:
     return from_dlpack(tensor) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
 
 
-def _largest_and_nonzero(values: ndarray) -> tuple[float, int]:
-    """The largest of finite numbers of any sign, and how many are not 0."""
-    # Floats above 0 have the order of their bits, those below 0 the reverse; the bits of -0.0, a zero too, are the least of all.
-    bits = values.view(int64 if values.itemsize == 8 else int32)
+def _bounds(values: ndarray, bits: ndarray) -> tuple[float, float, int]:
+    """The least and the largest of finite numbers, and how many are not 0; `bits` is their memory as unsigned integers."""
+    # NumPy finds places in less time than values, and in integers in half the time that floats take. As unsigned ones, the bits
+    # of floats below 0 are larger than all others, and the largest are those of the least.
+    low = values.item(bits.argmax())
+    if low > 0:  # then it is the largest, and no number has a sign: after a ReLU, say
+        nonzero = int(count_nonzero(bits))
+        return 0.0 if nonzero < bits.size else values.item(bits.argmin()), low, nonzero
+    # As signed ones, the bits of floats above 0 have their order, those below 0 the reverse; those of -0.0, a zero too, are
+    # the least of all.
+    bits = bits.view(int64 if bits.itemsize == 8 else int32)
     first, last = bits.argmin(), bits.argmax()
     high = values.item(first if bits.item(last) < 0 else last)
     if high < 0:
-        return high, values.size
-    return high, int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
+        return low, high, bits.size
+    return low, high, int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
 
 
 def of_many(tensor: Tensor, array: ndarray) -> tuple[float, ...] | None:
@@ -129,13 +136,7 @@ def of_many(tensor: Tensor, array: ndarray) -> tuple[float, ...] | None:
         if not squares < math.inf:
             return None
         total += wide.sum().item()
-        some = bits[first:last]
-        least = largest = values.item(first + int(some.argmax()))
-        if least > 0:
-            nonzero = int(count_nonzero(some))
-            least = 0.0 if nonzero < last - first else values.item(first + int(some.argmin()))
-        else:
-            largest, nonzero = _largest_and_nonzero(values[first:last])
+        least, largest, nonzero = _bounds(values[first:last], bits[first:last])
         if least < low:
             low = least
         if largest > high:
@@ -150,7 +151,7 @@ def of_many(tensor: Tensor, array: ndarray) -> tuple[float, ...] | None:
 
 
 class Scratch:
-    """Measures on the CPU, in memory for a part as float64, used again and again: fresh memory costs more.
+    """Measures up to `CHUNK` numbers on the CPU, in memory for them as float64, used again and again: fresh memory costs more.
 
     Fresh views cost time too: they are kept for the shapes seen last.
     """
@@ -192,14 +193,7 @@ class Scratch:
             spread = squares - mean * mean * number
             if array is not None:
                 values, bits = array, array.view(uint32)
-            # NumPy finds places in less time than values, and in integers in half the time that floats take. As unsigned ones,
-            # the bits of floats below 0 are larger than all others, and the largest are those of the least.
-            low = high = values.item(bits.argmax())
-            if low > 0:  # then it is the largest, and no number has a sign: after a ReLU, say
-                nonzero = int(count_nonzero(bits))
-                low = 0.0 if nonzero < number else values.item(bits.argmin())
-            else:
-                high, nonzero = _largest_and_nonzero(values)
+            low, high, nonzero = _bounds(values, bits)
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:

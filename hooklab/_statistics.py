@@ -182,7 +182,7 @@ class Running:
     # ---- the figures ----
 
     def _at_once(self, tensor: Tensor) -> bool:
-        """Count a tensor on the CPU; False, and nothing is done, for one that needs more care."""
+        """Count a tensor on the CPU; False, and nothing is done, for a nested or an empty one."""
         try:
             shape = tensor.shape
         except RuntimeError:  # a nested one has none
