@@ -10,6 +10,14 @@ from torch import Tensor, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+try:
+    from torch._C import _to_dlpack_versioned as to_dlpack
+except ImportError:  # a PyTorch that calls it otherwise
+
+    def to_dlpack(tensor: Tensor) -> Any:
+        return tensor.__dlpack__(max_version=(1, 0))
+
+
 __all__ = [
     "CHUNK",
     "FEW",
@@ -17,7 +25,6 @@ __all__ = [
     "as_array",
     "careful",
     "merged",
-    "of_many",
     "per_thread",
     "plain",
     "unbatched",
@@ -88,13 +95,28 @@ def merged(results: list[Tensor]) -> Tensor:
     return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
 
 
+class _Memory:
+    """A tensor on the CPU as NumPy wants it: to ask the tensor itself which device it is on takes longer than all else."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return to_dlpack(self.tensor)
+
+
 def as_array(tensor: Tensor) -> ndarray | None:
     """The same memory for NumPy, if it is float32 and so much that this pays. `Tensor.numpy` would forbid to resize it.
 
     Not of a subclass: its entries may lie in another tensor, and what is read here would be somebody else's memory.
     """
     pays = tensor.__class__ is Tensor and tensor.dtype is torch.float32 and tensor.numel() > FEW
-    return from_dlpack(tensor) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
+    return from_dlpack(_Memory(tensor)) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
 
 
 def _bounds(values: ndarray, bits: ndarray) -> tuple[float, float, int]:
@@ -115,48 +137,13 @@ def _bounds(values: ndarray, bits: ndarray) -> tuple[float, float, int]:
     return low, high, int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
 
 
-def of_many(tensor: Tensor, array: ndarray) -> tuple[float, ...] | None:
-    """As `careful`, of more than `CHUNK` numbers at once; `array` is the same memory as float32.
-
-    None where one is NaN or infinite, and where the mean has to be taken off first.
-    """
-    number = array.size
-    size = math.ceil(number / math.ceil(number / CHUNK))
-    # Fresh memory is what the layer has freed last, which may lie in the cache still; after so much, other memory does not.
-    wide = torch.empty(size, dtype=torch.float64, device="cpu")
-    values = array.reshape(-1)
-    bits = values.view(uint32)
-    first, full, squares, total, low, high = 0, 0, 0.0, 0.0, math.inf, -math.inf
-    for part in tensor.view(-1).split(size):
-        last = first + size
-        if last > number:
-            last, wide = number, wide[: number - first]
-        wide.copy_(part)
-        squares += wide.dot(wide).item()
-        if not squares < math.inf:
-            return None
-        total += wide.sum().item()
-        least, largest, nonzero = _bounds(values[first:last], bits[first:last])
-        if least < low:
-            low = least
-        if largest > high:
-            high = largest
-        full += nonzero
-        first = last
-    mean = total / number
-    spread = squares - mean * mean * number
-    if spread < NARROW * squares:
-        return None
-    return number, mean, spread, number - full, 0, 0, low, high
-
-
 class Scratch:
-    """Measures up to `CHUNK` numbers on the CPU, in memory for them as float64, used again and again: fresh memory costs more.
+    """Measures on the CPU, in memory for `CHUNK` numbers as float64, used again and again: fresh memory costs more.
 
-    Fresh views cost time too: they are kept for the shapes seen last.
+    Fresh views cost time too: they are kept for the shapes and sizes seen last.
     """
 
-    __slots__ = ("above_ones", "busy", "read_sums", "sums", "views", "wide")
+    __slots__ = ("above_ones", "busy", "read_sums", "rows", "sums", "views", "wide")
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
@@ -165,6 +152,7 @@ class Scratch:
             self.sums = torch.empty(2, dtype=torch.float64, device="cpu")
         self.read_sums = self.sums.numpy().tolist  # in a tenth of the time that Tensor.tolist takes
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
+        self.rows: dict[int, Tensor] = {}
         self.busy = False
 
     def figures(
@@ -203,6 +191,50 @@ class Scratch:
             return number, mean, spread, number - nonzero, 0, 0, low, high
         finally:
             self.busy = False
+
+    def figures_in_parts(self, flat: Tensor, array: ndarray) -> tuple[float, ...] | None:
+        """As `figures`, of more than `CHUNK` numbers in a row; None also where the mean has to be taken off first."""
+        if self.busy:
+            return None
+        number = array.size
+        size = math.ceil(number / math.ceil(number / CHUNK))
+        wide = self.rows.get(size)
+        if wide is None:
+            wide = self._row(size)
+        bits = array.view(uint32)
+        first, full, squares, total, low, high = 0, 0, 0.0, 0.0, math.inf, -math.inf
+        self.busy = True
+        try:
+            for part in flat.split(size):
+                last = first + size
+                if last > number:
+                    last, wide = number, wide[: number - first]
+                wide.copy_(part)
+                squares += wide.dot(wide).item()
+                if not squares < math.inf:
+                    return None
+                total += wide.sum().item()
+                least, largest, nonzero = _bounds(array[first:last], bits[first:last])
+                if least < low:
+                    low = least
+                if largest > high:
+                    high = largest
+                full += nonzero
+                first = last
+        finally:
+            self.busy = False
+        mean = total / number
+        spread = squares - mean * mean * number
+        if spread < NARROW * squares:
+            return None
+        return number, mean, spread, number - full, 0, 0, low, high
+
+    def _row(self, size: int) -> Tensor:
+        if len(self.rows) >= MAX_SHAPES:
+            self.rows.clear()
+        with torch.inference_mode(False), _disable_current_modes():
+            self.rows[size] = row = self.wide[:size]
+        return row
 
     def _views(self, shape: torch.Size) -> tuple[Any, ...]:
         """How many numbers; memory for them flat, as a row above ones, in this shape, and flat for NumPy, also as bits."""

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hooklab._checkpoints import is_tracing, modes_open, selective
 from hooklab._compiler import eager, untraced
-from hooklab._figures import CHUNK, FEW, FLOATS, as_array, careful, merged, of_many, per_thread, plain
+from hooklab._figures import CHUNK, FEW, FLOATS, as_array, careful, merged, per_thread, plain
 from hooklab._histogram import Histogram
 
 __all__ = ["Running", "Statistics", "short"]
@@ -190,11 +190,14 @@ class Running:
         number = shape.numel()
         figures = None
         if number >= STAGED:
-            array = as_array(tensor) if number > FEW else None
             if number <= CHUNK:
+                array = as_array(tensor) if number > FEW else None
                 figures = per_thread.scratch.figures(tensor, shape, array)
-            elif array is not None:
-                figures = of_many(tensor, array)
+            elif tensor.is_contiguous():
+                flat = tensor.view(-1)
+                array = as_array(flat)
+                if array is not None:
+                    figures = per_thread.scratch.figures_in_parts(flat, array)
         if figures is not None:
             self._measured.append(figures)  # without the lock: a deque has its own
             if len(self._measured) >= MEASURED:

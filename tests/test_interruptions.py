@@ -30,7 +30,7 @@ from hooklab import (
     trace,
     watch,
 )
-from hooklab._figures import CHUNK, Scratch, of_many
+from hooklab._figures import CHUNK, Scratch
 from hooklab._statistics import Running
 from hooklab.stores import Disk
 from hooklab.trace import NODE_CREATION_HOOK
@@ -230,14 +230,14 @@ class AtEveryLine:
             sys.settrace(before)
 
 
-# More than `CHUNK` numbers in float32 take the way of `of_many`, all others that of `Scratch.figures`.
+# More than `CHUNK` numbers in float32 take the way of `Scratch.figures_in_parts`, all others that of `Scratch.figures`.
 @pytest.mark.parametrize("size", [10_000, 18_000, 140_000])
 @pytest.mark.parametrize(
     ("place", "dtype"),
     [
         (Scratch.figures, torch.float32),
         (Scratch.figures, torch.float64),
-        (of_many, torch.float32),
+        (Scratch.figures_in_parts, torch.float32),
         *(
             (place, dtype)
             for place in (Running.add, Running._merge, Running._add)
@@ -246,7 +246,7 @@ class AtEveryLine:
     ],
 )
 def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, dtype, size):
-    if place is of_many:
+    if place is Scratch.figures_in_parts:
         size += CHUNK
     if place is Scratch.figures and dtype is torch.float32:
         size = min(size, CHUNK)
@@ -276,7 +276,7 @@ def test_statistics_are_right_whatever_is_counted_or_read_in_between(place, dtyp
 @pytest.mark.parametrize(
     ("place", "dtype"),
     [
-        *((place, torch.float32) for place in (of_many, Scratch.figures, Running.add)),
+        *((place, torch.float32) for place in (Scratch.figures_in_parts, Scratch.figures, Running.add)),
         *(
             (place, torch.float64)
             for place in (Scratch.figures, Running.add, Running._add_entries, Running._measure, Running._add)
