@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.util
 import math
 import pickle
 import threading
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import hooks_on, layer_statistics, no_leftovers
-from hooklab._figures import CHUNK, FEW, careful
+from hooklab._figures import CHUNK, FEW, MAX_SHAPES, careful, per_thread
 from hooklab._histogram import MAX_ROWS
 from hooklab._statistics import STAGED, Running
 
@@ -216,6 +217,30 @@ def test_a_tensor_that_was_counted_can_still_be_resized(size):
     tensor = torch.randn(size)
     figures_of([tensor])
     assert tensor.resize_(2 * size).numel() == 2 * size
+
+
+@pytest.mark.parametrize("name", ["_to_dlpack_versioned", "_a_name_that_no_pytorch_has"])
+def test_numpy_reads_the_memory_of_the_tensor_whatever_pytorch_calls_the_way_there(name, monkeypatch):
+    """Read-only memory would be copied before NumPy looks for the largest."""
+    with monkeypatch.context() as other_pytorch:
+        other_pytorch.delattr(torch._C, name, raising=False)
+        source = importlib.util.find_spec("hooklab._figures")
+        figures = importlib.util.module_from_spec(source)
+        source.loader.exec_module(figures)
+    tensor = torch.randn(3, FEW)
+    array = figures.as_array(tensor)
+    assert (array.ctypes.data, array.shape) == (tensor.data_ptr(), tensor.shape)
+    assert array.flags.writeable
+    assert array.flags.aligned
+
+
+def test_large_tensors_of_many_sizes_share_the_memory_they_are_measured_in():
+    torch.manual_seed(0)
+    scratch = per_thread.scratch
+    tensors = [torch.randn(2 * CHUNK + size).relu() for size in range(0, 8 * MAX_SHAPES, 2)]
+    assert_exact(figures_of(tensors), tensors)
+    assert 0 < len(scratch.rows) <= MAX_SHAPES
+    assert all(row.data_ptr() == scratch.wide.data_ptr() for row in scratch.rows.values())
 
 
 def test_many_small_tensors_beside_large_ones():
