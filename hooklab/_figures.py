@@ -4,11 +4,20 @@ import math
 import threading
 from typing import Any
 
+import numpy
 import torch
-from numpy import count_nonzero, from_dlpack, int32, int64, ndarray, uint32, uint64
+from numpy import from_dlpack, int32, int64, ndarray, uint32, uint64
 from torch import Tensor, mv
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+try:
+    from numpy._core.multiarray import count_nonzero  # what `numpy.count_nonzero` calls, two calls later
+except ImportError:
+
+    def count_nonzero(array: ndarray) -> int:
+        return int(numpy.count_nonzero(array))
+
 
 try:
     from torch._C import _to_dlpack_versioned as to_dlpack
@@ -125,8 +134,13 @@ def _bounds(values: ndarray, bits: ndarray) -> tuple[float, float, int]:
     # of floats below 0 are larger than all others, and the largest are those of the least.
     low = values.item(bits.argmax())
     if low > 0:  # then it is the largest, and no number has a sign: after a ReLU, say
-        nonzero = int(count_nonzero(bits))
+        nonzero = count_nonzero(bits)
         return 0.0 if nonzero < bits.size else values.item(bits.argmin()), low, nonzero
+    return _signed_bounds(values, bits, low)
+
+
+def _signed_bounds(values: ndarray, bits: ndarray, low: float) -> tuple[float, float, int]:
+    """The same where `low`, the least, is below 0 or a zero."""
     # As signed ones, the bits of floats above 0 have their order, those below 0 the reverse; those of -0.0, a zero too, are
     # the least of all.
     bits = bits.view(int64 if bits.itemsize == 8 else int32)
@@ -134,7 +148,7 @@ def _bounds(values: ndarray, bits: ndarray) -> tuple[float, float, int]:
     high = values.item(first if bits.item(last) < 0 else last)
     if high < 0:
         return low, high, bits.size
-    return low, high, int(count_nonzero(values != 0 if values.item(first) == 0 else bits))
+    return low, high, count_nonzero(values != 0 if values.item(first) == 0 else bits)
 
 
 class Scratch:
@@ -156,16 +170,17 @@ class Scratch:
         self.busy = False
 
     def figures(
-        self, part: Tensor, shape: torch.Size, array: ndarray | None = None
+        self, part: Tensor, shape: torch.Size, array: ndarray | None = None, views: tuple[Any, ...] = ()
     ) -> tuple[float, ...] | None:
-        """As `careful`, of at most `CHUNK` numbers; `array`, where one is given, is the same memory as float32.
+        """As `careful`, of at most `CHUNK` numbers.
 
+        `array`, where one is given, is the same memory as float32; `views`, those of the shape.
         None where one is NaN or infinite, and where this is in use: another layer was interrupted in here.
         """
         if self.busy:
             return None
         # Few calls and few steps between them: beside a small layer's forward every one of them counts.
-        views = self.views.get(shape) or self._views(shape)
+        views = views or self.views.get(shape) or self._views(shape)
         number, wide, above_ones, wide_shaped, values, bits = views
         self.busy = True
         try:
@@ -181,7 +196,13 @@ class Scratch:
             spread = squares - mean * mean * number
             if array is not None:
                 values, bits = array, array.view(uint32)
-            low, high, nonzero = _bounds(values, bits)
+            # As in `_bounds`, whose call would show here.
+            high = values.item(bits.argmax())
+            if high > 0:
+                nonzero = count_nonzero(bits)
+                low = 0.0 if nonzero < number else values.item(bits.argmin())
+            else:
+                low, high, nonzero = _signed_bounds(values, bits, high)
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:

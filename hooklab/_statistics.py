@@ -187,17 +187,18 @@ class Running:
             shape = tensor.shape
         except RuntimeError:  # a nested one has none
             return False
-        number = shape.numel()
-        figures = None
+        scratch, figures = per_thread.scratch, None
+        views = scratch.views.get(shape, ())
+        number = views[0] if views else shape.numel()
         if number >= STAGED:
             if number <= CHUNK:
                 array = as_array(tensor) if number > FEW else None
-                figures = per_thread.scratch.figures(tensor, shape, array)
+                figures = scratch.figures(tensor, shape, array, views)
             elif tensor.is_contiguous():
                 flat = tensor.view(-1)
                 array = as_array(flat)
                 if array is not None:
-                    figures = per_thread.scratch.figures_in_parts(flat, array)
+                    figures = scratch.figures_in_parts(flat, array)
         if figures is not None:
             self._measured.append(figures)  # without the lock: a deque has its own
             if len(self._measured) >= MEASURED:
