@@ -59,6 +59,7 @@ class Features(Installed, Outputs):
         self._steady = True  # False once a forward was no longer so
         self._looked = False  # at an output of this forward, twice
         self._vain = 0  # forwards that were not so, one after the other
+        self._lone = False  # in a forward that nothing else of the model has run around or beside so far
         self._thread = 0  # the one that `run` was called in
         self._home = get_ident()  # the one that this was made in, or `run` was last called in
         self._whole = False  # in a run that goes to the end of the forward
@@ -230,8 +231,9 @@ class Features(Installed, Outputs):
             and graph_task() == NO_BACKWARD
         ):
             grad, frozen = is_grad_enabled(), is_inference_mode_enabled()
-            usual = self._usual and not (grad or frozen)
-            usual = usual and all_fresh((*args, *kwargs.values()) if kwargs else args)
+            usual = 0 if grad or frozen else self._usual
+            if usual and not all_fresh((*args, *kwargs.values()) if kwargs else args):
+                usual = 0
             if usual or not (is_tracing() or (grad and outer_hooks() is not None)):
                 self._forwards += 1
                 self._log.clear()
@@ -241,11 +243,15 @@ class Features(Installed, Outputs):
                     self._within.clear()
                 if usual:
                     self._fresh.append(next_node())
+                elif grad:
+                    (self._frozen if frozen else self._quick).append(True)
                 else:
                     self._looked, self._node = False, next_node()
-                    (self._frozen if frozen else self._quick).append(grad)
+                    (self._frozen if frozen else self._quick).append(False)
                 running.append(thread)
+                self._lone = True
                 return
+        self._lone = False
         if self._fresh:  # that forward calls the model again, or another thread does, or it was interrupted
             if thread == self._home and called_by_itself(module) and self._fresh[0] != next_node():
                 self._doubt()
@@ -282,14 +288,25 @@ class Features(Installed, Outputs):
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        thread, running = get_ident(), self._running
-        if self._fresh and thread in running:
+        running = self._running
+        # The forward that `_begin` has told in line, so no more need be asked. Another thread may be computing again.
+        if self._lone and get_ident() == self._home:
+            self._lone = False
             running.clear()
-            if self._fresh[0] != next_node():
-                self._doubtful = len(self._log) != self._usual
-                self._doubt()
-            self._fresh.clear()
+            if self._fresh:
+                if self._fresh[0] != next_node():
+                    self._doubtful = len(self._log) != self._usual
+                    self._doubt()
+                self._fresh.clear()
+                return
+            if self._quick == [False]:
+                self._learn(args, output)
+            else:
+                self._usual = 0
+            self._quick.clear()
+            self._frozen.clear()
             return
+        thread = get_ident()
         if thread in self._strangers and not called_by_itself(module):
             self._strangers.discard(thread)
         if thread in running and not recomputing(self._task):
@@ -302,6 +319,7 @@ class Features(Installed, Outputs):
                 self._no_shortcuts()
 
     def _no_shortcuts(self) -> None:
+        self._lone = False
         self._quick.clear()
         self._frozen.clear()
         self._fresh.clear()

@@ -59,28 +59,28 @@ def note_detached(
     name: str, note: Callable, fresh: list, others: tuple, module: nn.Module, args: tuple, output: Any
 ) -> None:
     """The hook with `Tensor.detach`; `others` are quick, frozen and look."""
-    if fresh and output.__class__ is Tensor:
-        note((name, output, 0))
-        return
-    quick, frozen, look = others
-    if quick and output.__class__ is Tensor and graph_task() == NO_BACKWARD:
-        try:
-            if quick[0]:
-                kept = output.detach()
-                note((name, kept, kept._version))
-                return
-            if not output.requires_grad:
-                note((name, output, output._version))
-                return
-        except RuntimeError:  # an inference tensor has no version
-            pass
-    elif frozen and output.__class__ is Tensor and output.is_inference() and graph_task() == NO_BACKWARD:
-        try:
-            note((name, output, output.shape))
+    if output.__class__ is Tensor:
+        if fresh:
+            note((name, output, 0))
             return
-        except RuntimeError:  # a strided nested tensor has no shape
+        quick, frozen, look = others
+        try:
+            if quick and graph_task() == NO_BACKWARD:
+                if quick[0]:
+                    kept = output.detach()
+                    note((name, kept, kept._version))
+                    return
+                if not output.requires_grad:
+                    note((name, output, output._version))
+                    return
+            elif frozen and output.is_inference() and graph_task() == NO_BACKWARD:
+                note((name, output, output.shape))
+                return
+        except RuntimeError:  # an inference tensor has no version, a strided nested tensor no shape
             pass
-    look(name, output)
+        look(name, output)
+    else:
+        others[2](name, output)
 
 
 def all_fresh(given: Iterable) -> bool:

@@ -1621,6 +1621,47 @@ def test_a_run_beside_the_forwards_of_another_thread_that_begin_and_end_in_it(x)
             assert [len(f.calls[name]) for name in ("first", "second")] == [1, 1]
 
 
+@pytest.mark.parametrize("forwards", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_forward_beside_a_recomputation_in_another_thread_that_ends_in_it(x, forwards):
+    """As on GPUs, where backward runs in threads of its own."""
+    model, recomputes, go = Returns(None), threading.Event(), threading.Event()
+    model.first, model.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(x):
+        hidden = model.first(x)
+        if threading.current_thread() is threading.main_thread():
+            if thread.is_alive():
+                go.set()
+                thread.join()
+        elif recomputes_now.is_set():
+            recomputes.set()
+            assert go.wait(60)
+        return model.second(model.first(hidden))
+
+    def train():
+        y = checkpoint(model, x + 100, use_reentrant=False)
+        recomputes_now.set()
+        y.sum().backward()
+
+    model.build, recomputes_now, thread = forward, threading.Event(), threading.Thread(target=train)
+    with features(model, "first", "second") as f:
+        with forwards():
+            for _ in range(3):  # only then is it known what the forwards are like
+                model(x)
+        thread.start()
+        assert recomputes.wait(60)
+        with forwards():
+            model(x)
+        assert not thread.is_alive()
+        calls = {name: list(f.calls[name]) for name in f}
+    first = model.first(x)
+    again = model.first(first)
+    for found, expected in zip(calls["first"], [first, again], strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(*calls["second"], model.second(again))
+    assert all(param.grad is not None for param in model.parameters())
+
+
 # ---- what layers return, and where from ----
 
 
