@@ -194,11 +194,8 @@ class Running:
             if number <= CHUNK:
                 array = as_array(tensor) if number > FEW else None
                 figures = scratch.figures(tensor, shape, array, views)
-            elif tensor.is_contiguous():
-                flat = tensor.view(-1)
-                array = as_array(flat)
-                if array is not None:
-                    figures = scratch.figures_in_parts(flat, array)
+            elif (array := as_array(tensor)) is not None:
+                figures = scratch.figures_in_parts(array.reshape(-1))
         if figures is not None:
             self._measured.append(figures)  # without the lock: a deque has its own
             if len(self._measured) >= MEASURED:

@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -234,13 +235,22 @@ def test_numpy_reads_the_memory_of_the_tensor_whatever_pytorch_calls_the_way_the
     assert array.flags.aligned
 
 
+@pytest.mark.parametrize("size", [STAGED - 1, FEW, FEW + 1, 3 * CHUNK + 7])
+def test_a_signaling_nan_is_a_nan_among_others(size):
+    tensor = torch.randn(size)
+    tensor.view(torch.int32)[5] = 0x7FA00000  # NumPy warns of it in a cast, or raises
+    with numpy.errstate(all="raise"):
+        assert_exact(figures_of([tensor]), [tensor])
+
+
 def test_large_tensors_of_many_sizes_share_the_memory_they_are_measured_in():
     torch.manual_seed(0)
     scratch = per_thread.scratch
     tensors = [torch.randn(2 * CHUNK + size).relu() for size in range(0, 8 * MAX_SHAPES, 2)]
     assert_exact(figures_of(tensors), tensors)
     assert 0 < len(scratch.rows) <= MAX_SHAPES
-    assert all(row.data_ptr() == scratch.wide.data_ptr() for row in scratch.rows.values())
+    for row, array in scratch.rows.values():
+        assert row.data_ptr() == array.ctypes.data == scratch.wide.data_ptr()
 
 
 def test_many_small_tensors_beside_large_ones():

@@ -237,6 +237,44 @@ def hooks_alone(title: str, build: Callable) -> list[bool]:
     return kept
 
 
+def time_on_one_model(build: Callable, rounds: int, repeat: int, seed: int) -> float:
+    """Five figures, in units of mean + std: the hooks of both on one model, where one side is put in place for each turn.
+
+    Copies of a model differ by more than the two do.
+    """
+    model, x, names = build()
+    layers, contenders = [model.get_submodule(name) for name in names], {}
+
+    def turn(run: Callable, hooks: list[dict]) -> None:
+        for layer, own in zip(layers, hooks, strict=True):
+            layer._forward_hooks = own
+        for _ in range(repeat):
+            run()
+
+    ways = ["hooklab layer_statistics", "bare mean + std"]
+    for way in random.Random(seed).sample(ways, len(ways)):
+        run = MAKERS[way](model, names, x)
+        hooks = [layer._forward_hooks for layer in layers]
+        assert all(len(own) == 1 for own in hooks)
+        for layer in layers:
+            layer._forward_hooks = type(hooks[0])()
+        contenders[way] = partial(turn, run, hooks)
+    with torch.no_grad():
+        each = medians(contenders, rounds, repeat=1)
+    return each[ways[0]] / each[ways[1]]
+
+
+def on_one_model() -> list[bool]:
+    kept = []
+    for title, build, rounds, repeat in (
+        ("conv net", conv_net, 100, 10),
+        ("ResNet-50", resnet50, 50, 1),
+    ):
+        ratio, error = middle(in_processes(partial(time_on_one_model, build, rounds, repeat), 10))
+        kept.append(report(f"five figures / mean + std, on one {title}", ratio, 1.0, error=error))
+    return kept
+
+
 def by_hand(copying: bool) -> Callable:
     """A forward hook and a tensor hook on every layer; `copying` keeps a copy of the output as well."""
 
@@ -395,7 +433,7 @@ def main() -> bool:
     kept += compare_forwards("20-block conv net", conv_net, rounds=16, repeat=2, copies=6, processes=8)
     kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, rounds=8, repeat=1, copies=3, processes=6)
     kept += hooks_alone("20-block conv net", conv_net) + hooks_alone("ResNet-50", resnet50)
-    kept += early_stop() + other_modes() + growth()
+    kept += on_one_model() + early_stop() + other_modes() + growth()
     return all(kept)
 
 
