@@ -291,32 +291,28 @@ class Features(Installed, Outputs):
         running = self._running
         # The forward that `_begin` has told in line, so no more need be asked. Another thread may be computing again.
         if self._lone and get_ident() == self._home:
-            self._lone = False
             running.clear()
             if self._fresh:
+                self._lone = False
                 if self._fresh[0] != next_node():
                     self._doubtful = len(self._log) != self._usual
                     self._doubt()
                 self._fresh.clear()
                 return
-            if self._quick == [False]:
-                self._learn(args, output)
-            else:
-                self._usual = 0
-            self._quick.clear()
-            self._frozen.clear()
-            return
-        thread = get_ident()
-        if thread in self._strangers and not called_by_itself(module):
-            self._strangers.discard(thread)
-        if thread in running and not recomputing(self._task):
+        else:
+            thread = get_ident()
+            if thread in self._strangers and not called_by_itself(module):
+                self._strangers.discard(thread)
+            if thread not in running or recomputing(self._task):
+                return
             running.remove(thread)
-            if not running:
-                if self._quick == [False]:
-                    self._learn(args, output)
-                else:
-                    self._usual = 0
-                self._no_shortcuts()
+            if running:
+                return
+        if self._quick == [False]:
+            self._learn(args, output)
+        else:
+            self._usual = 0
+        self._no_shortcuts()
 
     def _no_shortcuts(self) -> None:
         self._lone = False
