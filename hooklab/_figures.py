@@ -2,12 +2,14 @@
 
 import math
 import threading
+from ctypes import c_float
+from functools import lru_cache
 from typing import Any
 
 import numpy
 import torch
-from numpy import errstate, from_dlpack, int32, int64, ndarray, uint32, uint64
-from torch import Tensor, mv
+from numpy import float32, frombuffer, int32, int64, ndarray, uint32, uint64
+from torch import Tensor, mm
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,12 +21,16 @@ except ImportError:
         return int(numpy.count_nonzero(array))
 
 
-try:
-    from torch._C import _to_dlpack_versioned as to_dlpack
-except ImportError:  # a PyTorch that calls it otherwise
+try:  # what `numpy.errstate` does, but for making the same value again each time
+    from numpy._core.umath import _extobj_contextvar, _make_extobj
 
-    def to_dlpack(tensor: Tensor) -> Any:
-        return tensor.__dlpack__(max_version=(1, 0))
+    get_errors, set_errors = _extobj_contextvar.get, _extobj_contextvar.set
+    QUIET = _make_extobj(invalid="ignore")  # a signaling NaN is invalid
+except ImportError:
+    QUIET, get_errors = {"invalid": "ignore"}, numpy.geterr
+
+    def set_errors(errors: dict[str, str]) -> None:
+        numpy.seterr(**errors)
 
 
 __all__ = [
@@ -39,7 +45,10 @@ __all__ = [
     "unbatched",
 ]
 
-CHUNK = 65_536  # numbers: few calls, and 0.8 MiB of scratch memory for each thread, less than a cache holds
+CHUNK = 49_152  # numbers: few calls, and 0.6 MiB of scratch memory for each thread, less than a cache holds
+HALF = CHUNK // 2
+NO_SUMS = numpy.zeros(6)
+STEP = 16  # a matrix product takes longer where sizes are not multiples of this
 FEW = 16_384  # numbers: up to here a call costs more than what it reads, so there are fewer calls, which read more
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -104,28 +113,28 @@ def merged(results: list[Tensor]) -> Tensor:
     return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
 
 
-class _Memory:
-    """A tensor on the CPU as NumPy wants it: to ask the tensor itself which device it is on takes longer than all else."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
-
-    def __dlpack__(self, **how: Any) -> Any:
-        return to_dlpack(self.tensor)
+_floats = lru_cache(MAX_SHAPES)(
+    c_float.__mul__
+)  # types: to make one takes longer than to read so many numbers
 
 
 def as_array(tensor: Tensor) -> ndarray | None:
-    """The same memory for NumPy, if it is float32 and so much that this pays. `Tensor.numpy` would forbid to resize it.
+    """The same memory for NumPy, flat, if it is float32 and so much that this pays: to be read while `tensor` lives.
 
+    By its address: `Tensor.numpy` would forbid to resize it, and DLPack asks so much that it takes longer than all else.
     Not of a subclass: its entries may lie in another tensor, and what is read here would be somebody else's memory.
     """
-    pays = tensor.__class__ is Tensor and tensor.dtype is torch.float32 and tensor.numel() > FEW
-    return from_dlpack(_Memory(tensor)) if pays and tensor.is_contiguous() and not tensor.is_neg() else None
+    number = tensor.numel()
+    if (
+        number <= FEW
+        or tensor.__class__ is not Tensor
+        or tensor.dtype is not torch.float32
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or not (address := tensor.data_ptr())  # 0: a tensor of zeros that needs no memory
+    ):
+        return None
+    return frombuffer(_floats(number).from_address(address), dtype=float32)
 
 
 def _bounds(values: ndarray, bits: ndarray) -> tuple[float, float, int]:
@@ -157,16 +166,18 @@ class Scratch:
     Fresh views cost time too: they are kept for the shapes and sizes seen last.
     """
 
-    __slots__ = ("above_ones", "busy", "read_sums", "rows", "sums", "views", "wide")
+    __slots__ = ("busy", "flat_sums", "memory", "read_sums", "rows", "sums", "views")
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
-            self.wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
-            self.above_ones = torch.ones(2, FEW, dtype=torch.float64, device="cpu")  # the second row stays so
-            self.sums = torch.empty(2, dtype=torch.float64, device="cpu")
-        self.read_sums = self.sums.numpy().tolist  # in a tenth of the time that Tensor.tolist takes
+            self.memory = torch.ones(
+                HALF + CHUNK, dtype=torch.float64, device="cpu"
+            )  # the first half stays so
+            self.sums = torch.empty(3, 2, dtype=torch.float64, device="cpu")
+        self.flat_sums = self.sums.numpy().reshape(-1)
+        self.read_sums = self.flat_sums.tolist  # in a tenth of the time that Tensor.tolist takes
         self.views: dict[torch.Size, tuple[Any, ...]] = {}
-        self.rows: dict[int, tuple[Tensor, ndarray]] = {}
+        self.rows: dict[int, tuple[Tensor, Tensor, ndarray]] = {}
         self.busy = False
 
     def figures(
@@ -181,18 +192,18 @@ class Scratch:
             return None
         # Few calls and few steps between them: beside a small layer's forward every one of them counts.
         views = views or self.views.get(shape) or self._views(shape)
-        number, wide, above_ones, wide_shaped, values, bits = views
+        number, wide_shaped, spare, rows, columns, values, bits = views
         try:
             self.busy = True
             wide_shaped.copy_(part)
-            if above_ones is not None:
-                mv(above_ones, wide, out=self.sums)
-                squares, total = self.read_sums()
-            else:
-                squares, total = wide.dot(wide).item(), wide.sum().item()
+            if spare is not None:
+                spare.fill(0.0)
+            mm(rows, columns, out=self.sums)
+            first_sum, second_sum, first_squares, _, _, second_squares = self.read_sums()
+            squares = first_squares + second_squares
             if not squares < math.inf:
                 return None
-            mean = total / number
+            mean = (first_sum + second_sum) / number
             spread = squares - mean * mean * number
             if array is not None:
                 values, bits = array, array.view(uint32)
@@ -206,6 +217,7 @@ class Scratch:
             if low == high:
                 mean, spread = low, 0.0
             elif spread < NARROW * squares:
+                wide = self.memory[HALF : HALF + number]
                 wide.sub_(mean)
                 off = wide.sum().item() / number  # by which that mean was rounded
                 mean, spread = mean + off, wide.sub_(off).dot(wide).item()
@@ -218,55 +230,68 @@ class Scratch:
         if self.busy:
             return None
         number = array.size
-        size = math.ceil(number / math.ceil(number / CHUNK))
-        wide, row = self.rows.get(size) or self._row(size)
-        bits = array.view(uint32)
-        full, squares, total, low, high = 0, 0.0, 0.0, math.inf, -math.inf
+        size = math.ceil(number / math.ceil(number / CHUNK) / STEP) * STEP
+        rows, columns, wide = self.rows.get(size) or self._row(size)
+        bits, addmm_ = array.view(uint32), self.sums.addmm_
+        full, low, high = 0, math.inf, -math.inf
+        before = get_errors()
         try:
             self.busy = True
-            with errstate(invalid="ignore"):  # which a signaling NaN is
-                for first in range(0, number, size):
-                    part = array[first : first + size]
-                    if part.size < size:
-                        wide, row = wide[: part.size], row[: part.size]
-                    row[:] = part  # in less time than a view of the tensor takes beside a copy of its own
-                    squares += wide.dot(wide).item()
-                    if not squares < math.inf:
-                        return None
-                    total += wide.sum().item()
-                    least, largest, nonzero = _bounds(part, bits[first : first + size])
-                    if least < low:
-                        low = least
-                    if largest > high:
-                        high = largest
-                    full += nonzero
+            set_errors(QUIET)
+            self.flat_sums[:] = NO_SUMS
+            for first in range(0, number, size):
+                part = array[first : first + size]
+                if part.size < size:
+                    wide[part.size :] = 0.0
+                    wide = wide[: part.size]
+                wide[:] = part  # in less time than a view of the tensor takes beside a copy of its own
+                addmm_(rows, columns)
+                least, largest, nonzero = _bounds(part, bits[first : first + size])
+                if least < low:
+                    low = least
+                if largest > high:
+                    high = largest
+                full += nonzero
+            first_sum, second_sum, first_squares, _, _, second_squares = self.read_sums()
         finally:
             self.busy = False
-        mean = total / number
+            set_errors(before)
+        squares = first_squares + second_squares
+        if not squares < math.inf:
+            return None
+        mean = (first_sum + second_sum) / number
         spread = squares - mean * mean * number
         if spread < NARROW * squares:
             return None
         return number, mean, spread, number - full, 0, 0, low, high
 
-    def _row(self, size: int) -> tuple[Tensor, ndarray]:
-        """Memory for so many numbers, flat, and the same for NumPy."""
+    def _matrices(self, number: int) -> tuple[Tensor, Tensor]:
+        """Memory for so many numbers, and a zero behind an odd one, as two rows below one of ones; the two again, as columns.
+
+        Their product holds all sums and all squares: one call, in less time than `sum` and `dot`.
+        """
+        half = (number + 1) // 2
+        rows = self.memory.as_strided((3, half), (half, 1), HALF - half)
+        return rows, rows[1:].T
+
+    def _row(self, size: int) -> tuple[Tensor, Tensor, ndarray]:
+        """`_matrices`, and the same memory flat for NumPy."""
         if len(self.rows) >= MAX_SHAPES:
             self.rows.clear()
         with torch.inference_mode(False), _disable_current_modes():
-            row = self.wide[:size]
-            self.rows[size] = both = row, row.numpy()
-        return both
+            self.rows[size] = row = *self._matrices(size), self.memory[HALF : HALF + size].numpy()
+        return row
 
     def _views(self, shape: torch.Size) -> tuple[Any, ...]:
-        """How many numbers; memory for them flat, as a row above ones, in this shape, and flat for NumPy, also as bits."""
+        """How many numbers; memory for them in this shape; what has to be 0; `_matrices`; flat for NumPy, also as bits."""
         if len(self.views) >= MAX_SHAPES:
             self.views.clear()
         number = shape.numel()
         with torch.inference_mode(False), _disable_current_modes():
-            above_ones = self.above_ones[:, :number] if number <= FEW else None
-            wide = self.wide[:number] if above_ones is None else above_ones[0]
+            wide = self.memory[HALF : HALF + number]
+            spare = self.memory[HALF + number : HALF + number + 1].numpy() if number % 2 else None
             array = wide.numpy()
-            views = number, wide, above_ones, wide.view(shape), array, array.view(uint64)
+            views = number, wide.view(shape), spare, *self._matrices(number), array, array.view(uint64)
         self.views[shape] = views
         return views
 

@@ -195,7 +195,7 @@ class Running:
                 array = as_array(tensor) if number > FEW else None
                 figures = scratch.figures(tensor, shape, array, views)
             elif (array := as_array(tensor)) is not None:
-                figures = scratch.figures_in_parts(array.reshape(-1))
+                figures = scratch.figures_in_parts(array)
         if figures is not None:
             self._measured.append(figures)  # without the lock: a deque has its own
             if len(self._measured) >= MEASURED:

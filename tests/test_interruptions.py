@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import copy
 import gc
+import itertools
+import linecache
 import os
 import pickle
 import signal
@@ -12,6 +14,7 @@ import threading
 import warnings
 import weakref
 
+import numpy
 import pytest
 import torch
 from models import mlp
@@ -30,7 +33,7 @@ from hooklab import (
     trace,
     watch,
 )
-from hooklab._figures import CHUNK, Scratch
+from hooklab._figures import CHUNK, Scratch, as_array
 from hooklab._statistics import Running
 from hooklab.stores import Disk
 from hooklab.trace import NODE_CREATION_HOOK
@@ -287,7 +290,7 @@ def test_what_is_counted_of_the_same_layer_in_between_is_counted_once(place, dty
     running, times = Running(0, (-1, 1)), []
     before, large = torch.arange(10_000.0), torch.arange(-70_000.0, 80_000.0, dtype=dtype)
     if place is Scratch.figures and dtype is torch.float32:
-        large = large[::3].contiguous()
+        large = large[::4].contiguous()
         assert len(large) <= CHUNK
     other = torch.linspace(-3, 7, size, dtype=dtype)
 
@@ -306,6 +309,51 @@ def test_what_is_counted_of_the_same_layer_in_between_is_counted_once(place, dty
     assert found.zeros == (entries == 0).sum() / entries.numel()
     assert found.mean == pytest.approx(entries.mean().item(), rel=1e-9)
     assert found.std == pytest.approx(entries.std().item(), rel=1e-9)
+
+
+# A signal is handled where a call ends or a loop begins again: not before the first lines of a `finally`.
+AT_THE_END = ("self.busy = False", "set_errors(before)")
+
+
+@pytest.mark.parametrize(
+    ("place", "given"),
+    [
+        (Scratch.figures, lambda tensor: (tensor, tensor.shape, as_array(tensor))),
+        (Scratch.figures_in_parts, lambda tensor: (as_array(tensor),)),
+    ],
+)
+def test_an_interruption_leaves_the_memory_free_and_numpy_as_it_was(place, given):
+    scratch = Scratch()
+    tensor = torch.randn(CHUNK if place is Scratch.figures else 2 * CHUNK + 1)
+    expected, left = place(scratch, *given(tensor)), 0
+
+    def interrupt(frame, event, argument):
+        nonlocal left
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if frame.f_code is not place.__code__ or event != "line" or line in AT_THE_END:
+            return interrupt
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    for lines in itertools.count():
+        left, found, before = lines, None, sys.gettrace()
+        with numpy.errstate(invalid="raise"):
+            errors = numpy.geterr()
+            sys.settrace(interrupt)
+            try:
+                found = place(scratch, *given(tensor))
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            assert numpy.geterr() == errors
+        assert place(scratch, *given(tensor)) == expected
+        if found is not None:
+            break
+    assert lines > 20
+    assert found == expected
 
 
 @posix

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import hooks_on, layer_statistics, no_leftovers
-from hooklab._figures import CHUNK, FEW, MAX_SHAPES, careful, per_thread
+from hooklab._figures import CHUNK, FEW, HALF, MAX_SHAPES, as_array, careful, per_thread
 from hooklab._histogram import MAX_ROWS
 from hooklab._statistics import STAGED, Running
 
@@ -220,19 +220,42 @@ def test_a_tensor_that_was_counted_can_still_be_resized(size):
     assert tensor.resize_(2 * size).numel() == 2 * size
 
 
-@pytest.mark.parametrize("name", ["_to_dlpack_versioned", "_a_name_that_no_pytorch_has"])
-def test_numpy_reads_the_memory_of_the_tensor_whatever_pytorch_calls_the_way_there(name, monkeypatch):
-    """Read-only memory would be copied before NumPy looks for the largest."""
-    with monkeypatch.context() as other_pytorch:
-        other_pytorch.delattr(torch._C, name, raising=False)
+@pytest.mark.parametrize("shape", [(FEW + 1,), (3, FEW), (2, CHUNK, 3)])
+def test_numpy_reads_the_memory_of_the_tensor_itself(shape):
+    tensor = torch.randn(shape)
+    array = as_array(tensor)
+    assert (array.ctypes.data, array.dtype) == (tensor.data_ptr(), numpy.float32)
+    assert array.tolist() == tensor.flatten().tolist()
+
+
+@pytest.mark.parametrize("size", [FEW + 1, CHUNK + 1])
+def test_zeros_without_memory_are_counted(size):
+    zeros = torch._efficientzerotensor((size,))
+    assert zeros._is_zerotensor()
+    figures = figures_of([zeros])
+    assert (figures.count, figures.zeros, figures.mean, figures.std) == (size, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_what_numpy_does_about_errors_is_as_before(fallback, monkeypatch):
+    with monkeypatch.context() as other_numpy:
+        if fallback:
+            other_numpy.delattr(numpy._core.umath, "_extobj_contextvar")
+            other_numpy.delattr(numpy._core.multiarray, "count_nonzero")
         source = importlib.util.find_spec("hooklab._figures")
         figures = importlib.util.module_from_spec(source)
         source.loader.exec_module(figures)
-    tensor = torch.randn(3, FEW)
-    array = figures.as_array(tensor)
-    assert (array.ctypes.data, array.shape) == (tensor.data_ptr(), tensor.shape)
-    assert array.flags.writeable
-    assert array.flags.aligned
+    tensor = torch.randn(2 * CHUNK)
+    tensor.view(torch.int32)[5] = 0x7FA00000
+    with numpy.errstate(all="raise", under="call"):
+        before = numpy.geterr()
+        assert figures.Scratch().figures_in_parts(as_array(tensor)) is None
+        assert numpy.geterr() == before
+        numbers = figures.Scratch().figures_in_parts(as_array(tensor[6:]))
+        assert numbers[0] == tensor[6:].numel()
+        assert numbers[1] == pytest.approx(tensor[6:].double().mean().item(), rel=1e-12)
+        with pytest.raises(FloatingPointError):
+            numpy.array([1.0]) / 0
 
 
 @pytest.mark.parametrize("size", [STAGED - 1, FEW, FEW + 1, 3 * CHUNK + 7])
@@ -249,8 +272,12 @@ def test_large_tensors_of_many_sizes_share_the_memory_they_are_measured_in():
     tensors = [torch.randn(2 * CHUNK + size).relu() for size in range(0, 8 * MAX_SHAPES, 2)]
     assert_exact(figures_of(tensors), tensors)
     assert 0 < len(scratch.rows) <= MAX_SHAPES
-    for row, array in scratch.rows.values():
-        assert row.data_ptr() == array.ctypes.data == scratch.wide.data_ptr()
+    for size, (rows, columns, wide) in scratch.rows.items():
+        assert wide.size == size == columns.numel() >= CHUNK / 2
+        assert (
+            rows[1].data_ptr() == columns.data_ptr() == wide.ctypes.data == scratch.memory[HALF:].data_ptr()
+        )
+        assert torch.equal(rows[0], torch.ones(size // 2, dtype=torch.float64))
 
 
 def test_many_small_tensors_beside_large_ones():
