@@ -52,6 +52,7 @@ STEP = 16  # a matrix product takes longer where sizes are not multiples of this
 FEW = 16_384  # numbers: up to here a call costs more than what it reads, so there are fewer calls, which read more
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAST = torch.channels_last
 MAX_SHAPES = 64
 UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
@@ -113,13 +114,14 @@ def merged(results: list[Tensor]) -> Tensor:
     return torch.stack([number, mean, spread, *(count.sum() for count in counts), lows.min(), highs.max()])
 
 
-_floats = lru_cache(MAX_SHAPES)(
-    c_float.__mul__
-)  # types: to make one takes longer than to read so many numbers
+# Types: to make one takes longer than to read so many numbers.
+_floats = lru_cache(MAX_SHAPES)(c_float.__mul__)
 
 
 def as_array(tensor: Tensor) -> ndarray | None:
     """The same memory for NumPy, flat, if it is float32 and so much that this pays: to be read while `tensor` lives.
+
+    Its entries come as they lie in memory, which need not be their order in `tensor` (channels last).
 
     By its address: `Tensor.numpy` would forbid to resize it, and DLPack asks so much that it takes longer than all else.
     Not of a subclass: its entries may lie in another tensor, and what is read here would be somebody else's memory.
@@ -129,7 +131,7 @@ def as_array(tensor: Tensor) -> ndarray | None:
         number <= FEW
         or tensor.__class__ is not Tensor
         or tensor.dtype is not torch.float32
-        or not tensor.is_contiguous()
+        or not (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=LAST)))
         or tensor.is_neg()
         or not (address := tensor.data_ptr())  # 0: a tensor of zeros that needs no memory
     ):

@@ -228,6 +228,19 @@ def test_numpy_reads_the_memory_of_the_tensor_itself(shape):
     assert array.tolist() == tensor.flatten().tolist()
 
 
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("size", [50, 130])
+def test_channels_may_come_last(images, size):
+    torch.manual_seed(0)
+    tensor = torch.randn(images, 8, size, size).relu().contiguous(memory_format=torch.channels_last)
+    array = as_array(tensor)
+    assert array.ctypes.data == tensor.data_ptr()
+    assert array.tolist() == tensor.permute(0, 2, 3, 1).flatten().tolist()
+    assert_exact(figures_of([tensor]), [tensor])
+    assert as_array(tensor[:, :5]) is as_array(tensor.mT[:, :, 1:]) is None
+    assert_exact(figures_of([tensor[:, :5]]), [tensor[:, :5]])
+
+
 @pytest.mark.parametrize("size", [FEW + 1, CHUNK + 1])
 def test_zeros_without_memory_are_counted(size):
     zeros = torch._efficientzerotensor((size,))
