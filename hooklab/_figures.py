@@ -47,12 +47,11 @@ __all__ = [
 
 CHUNK = 49_152  # numbers: few calls, and 0.6 MiB of scratch memory for each thread, less than a cache holds
 HALF = CHUNK // 2
-NO_SUMS = numpy.zeros(6)
+NO_SUMS = numpy.zeros(6)  # to set a product of `Scratch` to zero
 STEP = 16  # a matrix product takes longer where sizes are not multiples of this
 FEW = 16_384  # numbers: up to here a call costs more than what it reads, so there are fewer calls, which read more
 NARROW = 1e-6  # below this share of spread in the sum of squares, the mean is taken off first
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LAST = torch.channels_last
 MAX_SHAPES = 64
 UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
@@ -118,6 +117,10 @@ def merged(results: list[Tensor]) -> Tensor:
 _floats = lru_cache(MAX_SHAPES)(c_float.__mul__)
 
 
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def as_array(tensor: Tensor) -> ndarray | None:
     """The same memory for NumPy, flat, if it is float32 and so much that this pays: to be read while `tensor` lives.
 
@@ -131,7 +134,7 @@ def as_array(tensor: Tensor) -> ndarray | None:
         number <= FEW
         or tensor.__class__ is not Tensor
         or tensor.dtype is not torch.float32
-        or not (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=LAST)))
+        or not (tensor.is_contiguous() or _channels_last(tensor))
         or tensor.is_neg()
         or not (address := tensor.data_ptr())  # 0: a tensor of zeros that needs no memory
     ):
@@ -172,9 +175,8 @@ class Scratch:
 
     def __init__(self) -> None:
         with torch.inference_mode(False), _disable_current_modes():
-            self.memory = torch.ones(
-                HALF + CHUNK, dtype=torch.float64, device="cpu"
-            )  # the first half stays so
+            # The ones before `HALF` stay so.
+            self.memory = torch.ones(HALF + CHUNK, dtype=torch.float64, device="cpu")
             self.sums = torch.empty(3, 2, dtype=torch.float64, device="cpu")
         self.flat_sums = self.sums.numpy().reshape(-1)
         self.read_sums = self.flat_sums.tolist  # in a tenth of the time that Tensor.tolist takes
