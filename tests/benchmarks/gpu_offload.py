@@ -326,6 +326,8 @@ def measure(
 ) -> Iterator[list[dict[str, Any]]]:
     """After every round the figures so far, of those that have not failed."""
     rows: dict[str, dict[str, Any]] = {}
+    gc.collect()
+    gc.freeze()  # to the end of the process: the collections between steps look at what has been made since
     for _ in range(rounds):
         for name in [name for name in found if name not in failed]:
             row = rows.setdefault(name, {"name": name})
@@ -335,16 +337,18 @@ def measure(
 
 def turn(task: Task, begin: Begin, steps: int, row: dict[str, Any]) -> None:
     context = begin(task)
-    # The collector would stop some step for longer than the GPU has been given work for.
-    gc.collect()
+    # Within a step the collector would stop it for longer than the GPU has been given work for.
     gc.disable()
     try:
+        gc.collect()
         row.setdefault("first", []).append(task.timed(context())[0])
+        gc.collect()
         if task.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(steps):
             seconds, row["moved_bytes"] = task.timed(context())
             row.setdefault("times", []).append(seconds)
+            gc.collect()  # what a step leaves behind does not count in the next
     finally:
         gc.enable()
     peaks(task, row)
