@@ -199,8 +199,7 @@ def most_alive(make, plan=None, **options):
 def test_what_is_alive_on_meta_is_what_a_gpu_took(name, plan):
     result = json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))
     (measured,) = (run["peak_allocated"] / 1e9 for run in result["runs"] if run["name"] == name)
-    # 0.10 GB were another model, a ResNet-50, that was on the GPU in that measurement.
-    assert most_alive(lambda model: model, plan) == pytest.approx(measured - 0.10, rel=0.01)
+    assert most_alive(lambda model: model, plan) == pytest.approx(measured, rel=0.01)
 
 
 def test_the_model_of_the_notebook_omits_two_gigabytes(starts, sizes):

@@ -571,17 +571,18 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, caps
     for number, found in enumerate(runs):
         moved = None if found["name"] == THEIRS else number * 10**9
         found |= {"seconds": 0.25 * (1 + number / 10), "first_seconds": 0.5 + number, "moved_bytes": moved}
+        found |= {"fastest": found["seconds"] - 0.025, "slowest": found["seconds"] + 0.05}
         found["peak_allocated"] = (40 - number) * 10**9
     lines, plt = shown(result)
     assert len(runs) == len(ON_CUDA) - 2
-    start = lines.index(f"{'':59}     peak    moved   step  first")
+    start = lines.index(f"{'':59}     peak    moved   step  slowest  first")
     head, lines = " ".join(lines[:start]), lines[start - 2 :]
     assert head.startswith(f"tiny, batch 4, 16 x 16, float32, SGD | torch {torch.__version__} | ")
     assert " | gpu a GPU of no make | driver 1.2 | " in head
     assert head.endswith(" | to_host_GBps 50.0")
-    assert lines[3] == f" 1 {'stock':56} 40.00 GB   0.0 GB   1.00    2.0"
-    assert lines[4] == f" 2 {'save_on_cpu, pinned':56} 39.00 GB   1.0 GB   1.10    6.0"
-    assert lines[2 + len(runs)] == f"15 {THEIRS:56} 26.00 GB     - GB   2.40   58.0"
+    assert lines[3] == f" 1 {'stock':56} 40.00 GB   0.0 GB   1.00     1.20    2.0"
+    assert lines[4] == f" 2 {'save_on_cpu, pinned':56} 39.00 GB   1.0 GB   1.10     1.30    6.0"
+    assert lines[2 + len(runs)] == f"15 {THEIRS:56} 26.00 GB     - GB   2.40     2.60   58.0"
     assert len({len(line) for line in lines[2 : 3 + len(runs)]}) == 1
     why = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
     assert lines[3 + len(runs) :] == [
@@ -595,7 +596,13 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, caps
         points = [line for line in axes.lines if line.get_marker() == "o"]
         drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in points]
         assert drawn == [pytest.approx(point) for point in expected]
-        assert [line.get_color() for line in points] == ["C0" if run["ours"] else "C1" for run in runs]
+        colors = ["C0" if run["ours"] else "C1" for run in runs]
+        assert [line.get_color() for line in points] == colors
+        bars = [line for line in axes.lines if line.get_marker() == "None" and line.get_linestyle() == "-"]
+        ends = [pytest.approx((x - 0.1, x + 0.2)) for x, _ in expected]
+        assert [tuple(line.get_xdata()) for line in bars] == ends
+        assert [list(line.get_ydata()) for line in bars] == [[y, y] for _, y in expected]
+        assert [line.get_color() for line in bars] == colors
         level, upright = (line for line in axes.lines if line.get_linestyle() == "--")
         assert (set(level.get_ydata()), set(upright.get_xdata())) == ({6.5}, {1.5})
         assert goal_is_labelled(axes.xaxis, 1.5)
@@ -611,10 +618,8 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, monkeypatch, caps
 
 
 def test_what_the_notebooks_say_is_what_was_measured():
-    runs = {
-        run["name"]: run
-        for run in json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))["runs"]
-    }
+    result = json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))
+    runs = {run["name"]: run for run in result["runs"]}
     stock = runs["stock"]["seconds"]
 
     def figures(name, digits):
@@ -628,10 +633,21 @@ def test_what_the_notebooks_say_is_what_was_measured():
         return cells[cell].split('<div lang="en">')
 
     goal = "regrouped 1/3/4/0 + Offload, keep 2 GB"
+    named = f"{goal}, SGD in backward"
+    again = [run for run in result["again"]["runs"] if run["name"] in (named, "stock")]
+    first, *turns = (run["seconds"] for run in again)
+    assert len(turns) == 2
     for half in halves(NOTEBOOK, "measured-goal"):
-        assert figures(f"{goal}, SGD in backward", 2)[0] in half
+        assert all(figure in half for figure in figures(named, 2))
+        assert all(f"{runs[named][end] / stock:.2f}" in half for end in ("fastest", "slowest"))
+        ends = [f"{run[end] / first:.2f}" for run in again[1:] for end in ("fastest", "slowest")]
+        assert min(ends) in half
+        assert max(ends) in half
+        assert max(run["peak_allocated"] for run in again[1:]) == runs[named]["peak_allocated"] <= 6.5e9
     for half in halves(NOTEBOOK, "measured-others"):
         assert all(figure in half for figure in figures("checkpoint, every block", 1))
+        assert all(figure in half for figure in figures("regrouped 1/0/3/0", 1))
+        assert all(result["verdict"]["faster at no more memory than"].values())
     for half in halves(NOTEBOOK.with_name("35_checkpointing.ipynb"), "winner-measured"):
         assert all(figure in half for figure in figures("segments 1/2/6/3 + Offload, keep 0 GB", 1))
         assert figures(goal, 1)[1] in half

@@ -15,8 +15,8 @@ memory is pinned, since what the strategies before had pinned is released; `firs
 (of two the lower). What fails is recorded, and the others go on; the file is written anew after every round. The exit
 code is 1 if anything failed, or if gradients differ in a bit (pinned, `save_on_cpu` gives weights back with other strides).
 
-A round pins 300 GB in all, which takes most of the time: on an H200 one round and two thirds of another, of three
-`--steps` each, took seven and a half minutes. `--only 'stock|segments'` runs those whose names match, and stock. The
+A round pins 300 GB in all, which takes most of the time: on an H200 two rounds of three `--steps` each took nine
+minutes. `--only 'stock|segments'` runs those whose names match, and stock. The
 host needs 100 GB of memory free. `--device cpu` tries the logic on a small model without a GPU. Neither of the two
 writes a file without `--out`.
 """
@@ -372,6 +372,7 @@ def finished(row: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
         "seconds": statistics.median(row["times"]),
         "fastest": min(row["times"]),
         "slowest": max(row["times"]),
+        "step_seconds": row["times"],
         "peak_allocated": max(row.get("peaks", ()), default=None),
         "peak_reserved": max(row.get("reserved", ()), default=None),
     }
