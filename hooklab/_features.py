@@ -2,8 +2,10 @@
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled, nn
@@ -16,11 +18,12 @@ from hooklab._containers import map_tensors
 from hooklab._installed import Installed, own_hook
 from hooklab._outputs import NOTHING, Outputs, versions_of
 from hooklab._packing import outer_hooks
-from hooklab._recorders import all_fresh, all_new, blame_keep, note_detached, note_kept
+from hooklab._recorders import Shared, all_fresh, all_new, blame_keep, note_kept, recorder
 from hooklab._select import groups, is_gathered, uncompiled
 
 __all__ = ["Enough", "Features"]
 
+SMALL = 2**20  # bytes that outputs of the last forward may hold during the next one
 # The features whose `run` is going on, in each thread its own.
 _runs = threading.local()
 
@@ -51,11 +54,18 @@ class Features(Installed, Outputs):
         self._strangers: set[int] = set()  # those in a forward that does not count, until it ends
         self._quick: list[bool] = []  # whether grad is on; empty when an output has to be looked at twice
         self._frozen: list[bool] = []  # the same in inference mode, whose tensors have no version
-        self._fresh: list[int] = []  # where no output is looked at: `next_node()` in the beginning
-        self._node = 0  # the same for any forward
+        self._node = 0  # `next_node()` in the beginning of a forward
         self._usual = (
-            0  # how many outputs a forward returned, if all were new tensors without a graph, else 0
+            0  # how many outputs a forward returned, all of them new tensors without a graph; else 0
         )
+        self._ready = (
+            False  # such a forward has ended, and nothing was called since: the next may be one, too
+        )
+        self._cells: list[
+            Callable[[int], list]
+        ] = []  # for each layer what gives its outputs of such a forward
+        self._in_cells = 0  # the number of the forward whose outputs are there; 0 if they are in the log
+        self._large = False  # whether they take more than `SMALL`
         self._steady = True  # False once a forward was no longer so
         self._looked = False  # at an output of this forward, twice
         self._vain = 0  # forwards that were not so, one after the other
@@ -67,11 +77,7 @@ class Features(Installed, Outputs):
         self._groups = list(groups(layers))
         root = uncompiled(model)
         note, look = self._log.append, self._look
-        hook, *shared = (
-            (note_detached, note, self._fresh, (self._quick, self._frozen, look))
-            if self._detaches
-            else (note_kept, keep, self._quick, note, look)
-        )
+        self._shared = Shared(self._quick, self._frozen, note, look)
         with self._all_or_none():
             # The first hook to begin and the last to end: a wanted root is recorded in between.
             self._handles.append(
@@ -79,13 +85,19 @@ class Features(Installed, Outputs):
             )
             for module, names in self._groups:
                 self._first.update(dict.fromkeys(names, names[0]))
-                self._handles.append(module.register_forward_hook(own_hook(hook, names[0], *shared)))
+                if self._detaches:
+                    hook, records = recorder(names[0], self._shared)
+                    self._cells.append(records)
+                else:
+                    hook = own_hook(note_kept, names[0], keep, self._quick, note, look)
+                self._handles.append(module.register_forward_hook(hook))
             self._handles.append(root.register_forward_hook(own_hook(Features._end, self), always_call=True))
 
     def __getstate__(self) -> dict[str, Any]:
         """What was kept, without the model."""
         own = {"_model": None, "_modules": set(), "_keep": None, "_groups": [], "_running": [], "_within": {}}
-        return {**super().__getstate__(), **self._records(), **own, "_strangers": set()}
+        own |= {"_strangers": set(), "_shared": SimpleNamespace(now=None), "_cells": [], "_in_cells": 0}
+        return {**super().__getstate__(), **self._records(), **own}
 
     def remove(self) -> None:
         try:
@@ -93,6 +105,7 @@ class Features(Installed, Outputs):
         finally:
             self._within.clear()  # it may lead to what a call was given
             self._no_shortcuts()  # a forward may have been interrupted, or be running
+            self._noted()
             if self._model is not None:  # it may go, what was kept stays
                 for names in [names for _, names in self._groups if not self._forwards]:
                     self._silent.update(dict.fromkeys(names, self._why_silent(names[0])))
@@ -185,6 +198,7 @@ class Features(Installed, Outputs):
 
     def _record_alone(self, name: str, record: tuple[Any, Any]) -> None:
         """The outermost call of a part of the model counts as a forward: `vae.encode` calls `vae.encoder`."""
+        self._ready = False
         call, known = outermost(self._modules), self._within.get(name)
         if call is None or known is None or known() is not call():
             self._alone[name] = []
@@ -222,8 +236,28 @@ class Features(Installed, Outputs):
 
     @eager
     def _begin(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any] = {}) -> None:
+        # In line, since beside a small model each call counts: a forward that nothing else runs around or beside. First
+        # one in which no output need be looked at.
         thread, running = get_ident(), self._running
-        # In line, since beside a small model each call counts: a forward that nothing else runs around or beside.
+        if self._ready:
+            self._ready = False
+            if (
+                not (is_grad_enabled() or is_inference_mode_enabled())
+                and thread == self._home
+                and graph_task() == NO_BACKWARD
+                and all_fresh(args)
+                and not (kwargs and not all_fresh(kwargs.values()))
+            ):
+                if self._log:
+                    self._log.clear()
+                    self._sorted = NOTHING
+                if self._large:
+                    self._empty_cells()
+                self._assumed, self._node = True, next_node()
+                # One object: the hooks ask whether it is the same.
+                self._forwards = self._in_cells = self._shared.now = self._forwards + 1
+                running.append(thread)
+                return
         if (
             not (running or self._strangers or self._thread)
             and thread == self._home
@@ -231,31 +265,25 @@ class Features(Installed, Outputs):
             and graph_task() == NO_BACKWARD
         ):
             grad, frozen = is_grad_enabled(), is_inference_mode_enabled()
-            usual = 0 if grad or frozen else self._usual
-            if usual and not all_fresh((*args, *kwargs.values()) if kwargs else args):
-                usual = 0
-            if usual or not (is_tracing() or (grad and outer_hooks() is not None)):
-                self._forwards += 1
-                self._log.clear()
-                self._sorted, self._assumed, self._doubtful = NOTHING, bool(usual), False
-                if self._alone:
-                    self._alone.clear()
+            if not (is_tracing() or (grad and outer_hooks() is not None)):
+                super()._begin_anew()
+                if self._in_cells:
+                    self._empty_cells()
+                if self._within:
                     self._within.clear()
-                if usual:
-                    self._fresh.append(next_node())
-                elif grad:
-                    (self._frozen if frozen else self._quick).append(True)
-                else:
+                if not grad:
                     self._looked, self._node = False, next_node()
-                    (self._frozen if frozen else self._quick).append(False)
+                (self._frozen if frozen else self._quick).append(grad)
                 running.append(thread)
                 self._lone = True
                 return
         self._lone = False
-        if self._fresh:  # that forward calls the model again, or another thread does, or it was interrupted
-            if thread == self._home and called_by_itself(module) and self._fresh[0] != next_node():
+        if self._shared.now is not None:
+            # That forward calls the model again, or another thread does, or it was interrupted.
+            self._shared.now = None
+            self._noted()
+            if thread == self._home and called_by_itself(module) and self._node != next_node():
                 self._doubt()
-            self._fresh.clear()
         if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
             return
         if running and thread in running:
@@ -279,6 +307,7 @@ class Features(Installed, Outputs):
             self._usual = 0
             self._strangers.intersection_update(sys._current_frames())
         super()._begin_anew()
+        self._empty_cells()
         self._within.clear()
         self._no_shortcuts()
         self._looked, self._node = False, next_node()
@@ -288,17 +317,19 @@ class Features(Installed, Outputs):
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        running = self._running
+        running, shared = self._running, self._shared
         # The forward that `_begin` has told in line, so no more need be asked. Another thread may be computing again.
+        if shared.now is not None and get_ident() == self._home:
+            running.clear()
+            shared.now = None
+            if self._node == next_node():
+                self._ready = True
+            else:
+                self._doubtful = len(self._noted()) != self._usual
+                self._doubt()
+            return
         if self._lone and get_ident() == self._home:
             running.clear()
-            if self._fresh:
-                self._lone = False
-                if self._fresh[0] != next_node():
-                    self._doubtful = len(self._log) != self._usual
-                    self._doubt()
-                self._fresh.clear()
-                return
         else:
             thread = get_ident()
             if thread in self._strangers and not called_by_itself(module):
@@ -313,12 +344,29 @@ class Features(Installed, Outputs):
         else:
             self._usual = 0
         self._no_shortcuts()
+        self._ready = self._usual > 0 and not (self._strangers or self._thread or self._alone)
 
     def _no_shortcuts(self) -> None:
-        self._lone = False
+        self._lone = self._ready = False
         self._quick.clear()
         self._frozen.clear()
-        self._fresh.clear()
+        if self._shared.now is not None:
+            self._shared.now = None
+            self._noted()
+
+    def _noted(self) -> deque[tuple[str, Any, Any]]:
+        if self._in_cells:
+            records = [record for cell in self._cells for record in cell(self._in_cells)]
+            self._log.clear()
+            self._log.extend(records)
+            if self._shared.now is None:  # else there will be more
+                self._empty_cells()
+        return self._log
+
+    def _empty_cells(self) -> None:
+        self._in_cells = 0
+        for cell in self._cells:
+            cell(0)
 
     # ---- forwards in which outputs need not be looked at ----
     # Without grad most layers return a new tensor, without a graph and of version 0, in every forward. To ask each output
@@ -334,17 +382,18 @@ class Features(Installed, Outputs):
         again = self._vain & (self._vain - 1) == 0  # 0 or a power of two
         if again and next_node() == self._node and all_new(self._log, (*args, output)):
             self._usual, self._vain = len(self._log), 0
+            self._large = sum(kept.numel() * kept.element_size() for _, kept, _ in self._log) > SMALL
         else:
             self._vain += 1
 
     def _look_again(self) -> None:
-        self._usual = 0
+        self._usual, self._ready = 0, False
 
     def _doubt(self) -> None:
         """A graph was made after all: let it go. Calls are believed only if they are as many as ever."""
         records = [
             (name, kept.detach() if kept.__class__ is Tensor else kept, version)
-            for name, kept, version in self._log
+            for name, kept, version in self._noted()
         ]
         self._log.clear()
         self._log.extend(records)

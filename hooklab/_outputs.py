@@ -63,21 +63,26 @@ class Outputs(Mapping[str, Any]):
         self._alone.clear()
         self._sorted, self._assumed, self._doubtful = NOTHING, False, False
 
+    def _noted(self) -> deque[tuple[str, Any, Any]]:
+        """The log, up to date."""
+        return self._log
+
     def _calls_of(self, name: object) -> list[tuple[Any, Any]]:
         """The calls of a layer, with what `versions_of` said when they were noted."""
-        first = self._first.get(name)
-        seen = self._forwards, len(self._log)
+        first, log = self._first.get(name), self._noted()
+        seen = self._forwards, len(log)
         if self._sorted[0] != seen:
             records: dict[str, list[tuple[Any, Any]]] = {}
-            for of, kept, versions in tuple(self._log):
+            for of, kept, versions in tuple(log):
                 records.setdefault(of, []).append((kept, versions))
             self._sorted = seen, records
         return self._alone.get(first) or self._sorted[1].get(first, [])
 
     def _record(self, name: str) -> list[tuple[Any, Any]]:
         if self._doubtful and name in self._first:
+            count = len(self._noted())
             raise RuntimeError(
-                f"features: the last forward returned {len(self._log)} outputs, made a graph though it ran under no_grad, and "
+                f"features: the last forward returned {count} outputs, made a graph though it ran under no_grad, and "
                 "the forwards before it did neither, so what was computed twice in it cannot be told; run the model again"
             )
         if calls := self._calls_of(name):
@@ -130,7 +135,7 @@ class Outputs(Mapping[str, Any]):
             return [(*record, versions_of(record[-1]) == versions) for *record, versions in records]
 
         alone = {name: fresh(*calls) for name, calls in self._alone.items()}
-        return {"_log": fresh(*self._log), "_alone": alone, "_sorted": NOTHING}
+        return {"_log": fresh(*self._noted()), "_alone": alone, "_sorted": NOTHING}
 
     def __deepcopy__(self, memo: dict) -> Self:
         """What was kept so far. What cannot be copied, such as a tensor with a graph, is in both."""

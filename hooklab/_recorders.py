@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooklab._checkpoints import NO_BACKWARD, graph_task
-from hooklab._compiler import eager
+from hooklab._compiler import eager, eager_inside, marked_eager
+from hooklab._installed import own_hook
 from hooklab._outputs import versions_of
 from hooklab._packing import outer_hooks
 
-__all__ = ["all_fresh", "all_new", "blame_keep", "note_detached", "note_kept"]
+__all__ = ["Shared", "all_fresh", "all_new", "blame_keep", "note_kept", "recorder"]
 
 Flags = list[bool]
 PLAIN = {NoneType, bool, int, float, complex, str}
@@ -22,10 +23,20 @@ PLAIN = {NoneType, bool, int, float, complex, str}
 #     keep: what to keep of a tensor.
 #     quick: whether grad is on; empty where an output has to be looked at twice.
 #     frozen: the same in inference mode, whose tensors have no version.
-#     fresh: not empty where every output is a new tensor: without a graph, of version 0.
+#     now: the number of a forward in which every output is a new tensor: without a graph, of version 0; None elsewhere.
 #     note: called with (name, what was kept, its version).
 #     look: called with (name, output) where no short way is right.
 # Every line here is paid for in every call of every layer.
+
+
+class Shared:
+    """What the hooks of all layers with `Tensor.detach` share."""
+
+    __slots__ = ("frozen", "look", "note", "now", "quick")
+
+    def __init__(self, quick: Flags, frozen: Flags, note: Callable, look: Callable):
+        self.now: int | None = None
+        self.quick, self.frozen, self.note, self.look = quick, frozen, note, look
 
 
 @eager
@@ -54,33 +65,53 @@ def note_kept(
         look(name, output)
 
 
-@eager
-def note_detached(
-    name: str, note: Callable, fresh: list, others: tuple, module: nn.Module, args: tuple, output: Any
-) -> None:
-    """The hook with `Tensor.detach`; `others` are quick, frozen and look."""
-    if output.__class__ is Tensor:
-        if fresh:
-            note((name, output, 0))
-            return
-        quick, frozen, look = others
-        try:
-            if quick and graph_task() == NO_BACKWARD:
-                if quick[0]:
-                    kept = output.detach()
-                    note((name, kept, kept._version))
-                    return
-                if not output.requires_grad:
-                    note((name, output, output._version))
-                    return
-            elif frozen and output.is_inference() and graph_task() == NO_BACKWARD:
-                note((name, output, output.shape))
+@eager_inside
+def recorder(name: str, shared: Shared) -> tuple[Callable, Callable[[int], list[tuple[str, Tensor, int]]]]:
+    """The hook of one layer with `Tensor.detach`; and what gives the outputs that it keeps by itself, of one forward.
+
+    It keeps them where every output is a new tensor, which takes the place of that of the last forward: so memory is free
+    again just where it is wanted next. To ask for another forward than the last one drops them.
+    """
+    at, kept = None, None  # the number of the forward, and the output of the first call in it
+    more: tuple[Tensor, ...] = ()  # those of further calls
+
+    def note(module: nn.Module, args: tuple, output: Any) -> None:
+        nonlocal at, kept, more
+        if output.__class__ is Tensor:
+            now = shared.now
+            if now is not None:
+                if at is not now:
+                    if more:
+                        more = ()
+                    at, kept = now, output
+                else:
+                    more = (*more, output)
                 return
-        except RuntimeError:  # an inference tensor has no version, a strided nested tensor no shape
-            pass
-        look(name, output)
-    else:
-        others[2](name, output)
+            quick = shared.quick
+            try:
+                if quick and graph_task() == NO_BACKWARD:
+                    if quick[0]:
+                        detached = output.detach()
+                        shared.note((name, detached, detached._version))
+                        return
+                    if not output.requires_grad:
+                        shared.note((name, output, output._version))
+                        return
+                elif shared.frozen and output.is_inference() and graph_task() == NO_BACKWARD:
+                    shared.note((name, output, output.shape))
+                    return
+            except RuntimeError:  # an inference tensor has no version, a strided nested tensor no shape
+                pass
+        shared.look(name, output)
+
+    def records(now: int) -> list[tuple[str, Tensor, int]]:
+        nonlocal at, kept, more
+        if at is now:
+            return [(name, output, 0) for output in (kept, *more)]
+        at, kept, more = None, None, ()
+        return []
+
+    return own_hook(marked_eager(note)), records
 
 
 def all_fresh(given: Iterable) -> bool:

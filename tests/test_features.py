@@ -2345,6 +2345,168 @@ def test_copies_and_removal_after_forwards_without_grad(steady, x):
         assert torch.equal(kept["first"], own.first(given))
 
 
+class Script(nn.Module):
+    """Calls its layers in the order of `plan`: numbers of layers, or functions that are called in between."""
+
+    def __init__(self, layers=3, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.plan = list(range(layers))
+
+    def forward(self, x, factor=1):
+        for one in self.plan:
+            x = one(x) if callable(one) else self.layers[one](x * factor)
+        return x
+
+
+@pytest.fixture
+def script():
+    """A `Script`, and its features after three forwards without grad: the third was one that is not looked at."""
+    torch.manual_seed(0)
+    model = Script()
+    with torch.no_grad(), features(model, "layers.*") as f:
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        assert f._in_cells
+        yield model, f
+
+
+def calls_by_hand(model, x):
+    """What each layer of a `Script` returns in a forward, by hooks written here."""
+    seen = {f"layers.{number}": [] for number in range(len(model.layers))}
+    handles = [
+        layer.register_forward_hook(lambda *given, calls=calls: calls.append(given[-1]))
+        for layer, calls in zip(model.layers, seen.values(), strict=True)
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return {name: calls for name, calls in seen.items() if calls}
+
+
+def agree(calls, expected):
+    assert {name: len(some) for name, some in calls.items()} == {
+        name: len(some) for name, some in expected.items()
+    }
+    return all(
+        torch.equal(*two) for name in expected for two in zip(calls[name], expected[name], strict=True)
+    )
+
+
+def test_how_often_a_layer_is_called_may_change_without_grad(script):
+    model, f = script
+    for number, plan in enumerate(([0, 1, 1, 2], [2, 0], [1, 1, 1], [1], [], [0, 1, 2], [2, 2, 0])):
+        model.plan = plan
+        x = torch.full((2, 4), number + 0.5)
+        expected = calls_by_hand(model, x)
+        assert f._in_cells
+        assert agree(f.calls, expected)  # of the forward of `by_hand`
+        model(x + 1)
+        if number % 2:
+            assert agree(f.calls, calls_by_hand(model, x + 1))
+
+
+def test_what_is_read_in_the_middle_of_a_forward_without_grad_is_of_this_one(script):
+    model, f = script
+    seen = []
+
+    def read(x):
+        seen.append({name: len(calls) for name, calls in f.calls.items()})
+        return x
+
+    model.plan = [read, 0, read, 1, 0, read, 0]
+    model(torch.zeros(2, 4))
+    assert f._in_cells
+    assert seen == [{}, {"layers.0": 1}, {"layers.0": 2, "layers.1": 1}]
+    assert agree(f.calls, calls_by_hand(model, torch.zeros(2, 4)))
+
+
+def test_a_forward_without_grad_that_raises_leaves_what_it_has_called(script, x):
+    model, f = script
+
+    def fails(x):
+        raise ValueError
+
+    for plan in ([1, 1, fails, 0], [fails], [2, fails]):
+        model.plan = plan
+        with pytest.raises(ValueError, match=r"^$"):
+            model(x)
+        assert f._in_cells
+        called = [f"layers.{one}" for one in plan[: plan.index(fails)]]
+        assert {name: len(calls) for name, calls in f.calls.items()} == collections.Counter(called)
+    with pytest.raises(KeyError, match="an error ended the forward before"):
+        f["layers.0"]
+    model.plan = [0, 1, 2]
+    assert agree(f.calls, calls_by_hand(model, x))
+
+
+def test_by_keyword_too_outputs_are_not_looked_at(script, x):
+    model, f = script
+    for factor in (2, 3):
+        model(x=x, factor=factor)
+        assert f._in_cells
+        model(x, factor=factor)
+        assert f._in_cells
+        layer = model.layers[0]
+        assert torch.equal(f["layers.0"], nn.functional.linear(x * factor, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize(("width", "left"), [(4, 3), (512, 0)])
+def test_without_grad_small_outputs_stay_until_the_next_ones_take_their_place_and_large_ones_do_not(
+    width, left
+):
+    model, x, alive = Script(width=width), torch.ones(256, width), []
+
+    def note(x):
+        alive.append(sum(one() is not None for one in old))
+        return x
+
+    model.plan = [note, 0, note, 1, note, 2, note]
+    with torch.no_grad(), features(model, "layers.*") as f:
+        for _ in range(3):
+            old = []
+            model(x)
+        assert (width * 256 * 4 * 3 > 2**20) is (left == 0)
+        assert f._in_cells
+        old = [weakref.ref(f[name]) for name in f]
+        alive.clear()
+        model(x)  # read, they are in the log, which is emptied
+        assert alive == [0] * 4
+        old = [weakref.ref(cell(f._in_cells)[0][1]) for cell in f._cells]
+        model(x)
+        assert alive[4:] == [left, max(left - 1, 0), max(left - 2, 0), 0]
+
+
+@pytest.mark.parametrize("then", ["grad", "inference", "run", "remove", "alone", "again"])
+def test_what_was_kept_without_grad_is_let_go_by_whatever_comes_next(script, x, then):
+    model, f = script
+    old = [weakref.ref(cell(f._in_cells)[0][1]) for cell in f._cells]
+    assert all(one() is not None for one in old)
+    if then == "grad":
+        with torch.enable_grad():
+            model(x)
+    elif then == "inference":
+        with torch.inference_mode():
+            model(x)
+    elif then == "run":
+        f.run(x)
+    elif then == "remove":
+        f.remove()
+        assert all(torch.equal(f[name], one()) for name, one in zip(f, old, strict=True))
+        assert [cell(f._forwards) for cell in f._cells] == [[]] * 3
+        f._log.clear()
+        f._sorted = ((0, 0), {})
+    elif then == "alone":
+        model.layers[0](x)
+        assert torch.equal(f["layers.0"], model.layers[0](x))
+        assert torch.equal(f["layers.1"], old[1]())
+        model(x)
+        model(x)
+    else:
+        model(x)
+    assert [one() for one in old] == [None] * 3
+
+
 def test_forwards_in_other_threads_are_seen_too(steady, x):
     model, f, own = steady
 
