@@ -1,16 +1,17 @@
 """The forward hooks of `features`: the short ways for a plain tensor, and a call for everything else."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from sys import getrefcount
-from types import NoneType
-from typing import Any
+from types import MethodType, NoneType
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from hooklab._checkpoints import NO_BACKWARD, graph_task
-from hooklab._compiler import eager, eager_inside, marked_eager
-from hooklab._installed import own_hook
+from hooklab._compiler import eager, eager_inside
+from hooklab._installed import IDLE
 from hooklab._outputs import versions_of
 from hooklab._packing import outer_hooks
 
@@ -29,14 +30,43 @@ PLAIN = {NoneType, bool, int, float, complex, str}
 # Every line here is paid for in every call of every layer.
 
 
-class Shared:
-    """What the hooks of all layers with `Tensor.detach` share."""
+class Idle:
+    """To be shared by the hooks of a copied model: they do nothing. Pickled, they are from Python's own library."""
+
+    __slots__ = ()
+    now, quick, frozen = None, (), ()
+
+    def look(self, name: str, output: Any) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict) -> "Idle":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return type(IDLE.__self__), ()  # and of a method its name is pickled
+
+
+class Shared(weakref.ref):
+    """What the hooks of all layers with `Tensor.detach` share.
+
+    A weak reference, to nothing that matters, because a compiler cannot look into one: it leaves these hooks alone. It
+    does look into those of a copy, and finds nothing to do.
+    """
 
     __slots__ = ("frozen", "look", "note", "now", "quick")
 
+    def __new__(cls, *given: Any) -> Self:
+        return super().__new__(cls, cls)
+
     def __init__(self, quick: Flags, frozen: Flags, note: Callable, look: Callable):
+        super().__init__(type(self))
         self.now: int | None = None
         self.quick, self.frozen, self.note, self.look = quick, frozen, note, look
+
+    def __deepcopy__(self, memo: dict) -> Idle:
+        return Idle()
+
+    __reduce_ex__ = Idle.__reduce_ex__
 
 
 @eager
@@ -71,11 +101,13 @@ def recorder(name: str, shared: Shared) -> tuple[Callable, Callable[[int], list[
 
     It keeps them where every output is a new tensor, which takes the place of that of the last forward: so memory is free
     again just where it is wanted next. To ask for another forward than the last one drops them.
+
+    State in cells, and a method, take the least time of what can be copied with a model.
     """
     at, kept = None, None  # the number of the forward, and the output of the first call in it
     more: tuple[Tensor, ...] = ()  # those of further calls
 
-    def note(module: nn.Module, args: tuple, output: Any) -> None:
+    def note(shared: Shared, module: nn.Module, args: tuple, output: Any) -> None:
         nonlocal at, kept, more
         if output.__class__ is Tensor:
             now = shared.now
@@ -111,7 +143,8 @@ def recorder(name: str, shared: Shared) -> tuple[Callable, Callable[[int], list[
         at, kept, more = None, None, ()
         return []
 
-    return own_hook(marked_eager(note)), records
+    note.__name__ = IDLE.__name__
+    return MethodType(note, shared), records
 
 
 def all_fresh(given: Iterable) -> bool:
