@@ -190,6 +190,7 @@ class Features(Installed, Outputs):
         if again:
             return
         if self._running:
+            self._to_log()
             self._log.append((name, kept, versions_of(kept)))
         else:  # outside a forward of the model
             self._record_alone(name, (kept, versions_of(kept)))
@@ -278,12 +279,9 @@ class Features(Installed, Outputs):
                 self._lone = True
                 return
         self._lone = False
-        if self._shared.now is not None:
-            # That forward calls the model again, or another thread does, or it was interrupted.
-            self._shared.now = None
-            self._noted()
-            if thread == self._home and called_by_itself(module) and self._node != next_node():
-                self._doubt()
+        # Where that forward calls the model again, or another thread does, or it was interrupted.
+        if self._to_log() and thread == self._home and called_by_itself(module) and self._node != next_node():
+            self._doubt()
         if recomputing(self._task) or not self._handles or self._is_strange(module, thread):
             return
         if running and thread in running:
@@ -350,9 +348,15 @@ class Features(Installed, Outputs):
         self._lone = self._ready = False
         self._quick.clear()
         self._frozen.clear()
-        if self._shared.now is not None:
-            self._shared.now = None
-            self._noted()
+        self._to_log()
+
+    def _to_log(self) -> bool:
+        """From now on the outputs of the forward that runs go to the log; True if they did not before."""
+        if self._shared.now is None:
+            return False
+        self._shared.now = None
+        self._noted()
+        return True
 
     def _noted(self) -> deque[tuple[str, Any, Any]]:
         if self._in_cells:

@@ -2440,6 +2440,34 @@ def test_a_forward_without_grad_that_raises_leaves_what_it_has_called(script, x)
     assert agree(f.calls, calls_by_hand(model, x))
 
 
+def test_a_layer_that_returns_something_else_than_before_is_seen_with_the_others(script, x):
+    model, f = script
+
+    class Pairs(nn.Module):
+        def forward(self, x):
+            return x + 1, [x]
+
+    model.plan = [0, 1, lambda x: x[0], 1, lambda x: x[0], 2]
+    model.layers[1].forward = Pairs().forward
+    for _ in range(2):
+        model(x)
+        first = nn.functional.linear(x, model.layers[0].weight, model.layers[0].bias)
+        assert {name: len(calls) for name, calls in f.calls.items()} == {
+            "layers.0": 1,
+            "layers.1": 2,
+            "layers.2": 1,
+        }
+        assert torch.equal(f["layers.0"], first)
+        assert torch.equal(f.calls["layers.1"][0][0], first + 1)
+        assert torch.equal(f["layers.1"][1][0], first + 1)
+    del model.layers[1].forward
+    model.plan = [0, 1, 2]
+    for _ in range(3):
+        model(x)
+    assert f._in_cells
+    assert agree(f.calls, calls_by_hand(model, x))
+
+
 def test_by_keyword_too_outputs_are_not_looked_at(script, x):
     model, f = script
     for factor in (2, 3):
