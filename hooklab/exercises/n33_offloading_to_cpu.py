@@ -1521,8 +1521,8 @@ CHECKS = [
     ),
     Prediction(
         "33.4",
-        zh="反而更慢：10.8 倍。计算的速度是原来的 4.3 倍，带宽只有 2.2 倍，搬运在一步里占的份量更大了。计算进步得比链路快，卸载的相对代价就上涨。",
-        en="It gets worse: 10.8. Computing is 4.3 times as fast and the link only 2.2 times, so moving weighs more in a step. "
+        zh="倍数反而更大：10.8 倍。计算的速度是原来的 4.3 倍，带宽只有 2.2 倍，搬运在一步里占的份量更大了。计算进步得比链路快，卸载的相对代价就上涨。",
+        en="The factor gets worse: 10.8. Computing is 4.3 times as fast and the link only 2.2 times, so moving weighs more in a step. "
         "Where computing gains more than the link, the relative price of offloading goes up.",
     ),
     Prediction(

@@ -685,7 +685,7 @@ def _examine_moved(store):
     if storage() is not None:
         refuse(
             "kept_in_memory",
-            zh="`write` 返回以后，原来的张量已经没人要了，它的内存却没有释放：槽位或者存储还拿着它。",
+            zh="`write` 返回以后，原来的张量已经没人要了，它的内存却没有释放：槽位或者后端还拿着它。",
             en="After `write` nobody else wants the tensor, yet its memory is not freed: the slot or the store still holds it.",
         )
     del slot

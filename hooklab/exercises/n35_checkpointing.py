@@ -296,7 +296,7 @@ def _examine_drawn_first(answer):
     if ones.grad is None or not torch.equal(y, ones.grad):
         refuse(
             "state_too_late",
-            zh="`block` 只有一个 `nn.Dropout`，先抽签、后存张量，梯度就不对了。状态是在前向开始之前存的吗？",
+            zh="`block` 只有一个 `nn.Dropout`，先抽随机数、后存张量，梯度就不对了。状态是在前向开始之前存的吗？",
             en="With a `block` that is one `nn.Dropout`, and so draws before it saves anything, the gradients are wrong. Was the state "
             "stored before the forward began?",
         )
@@ -459,7 +459,7 @@ FAITHFUL = Exercise(
         "hooks_left": faithful_leaves_hooks,
         "returned_nothing": lambda block, x: print(end=str(faithful(block, x))[:0]),
     },
-    zh="抽到的是同一批签，别人的随机数也没动。",
+    zh="抽到的是同一批随机数，别人的也没打乱。",
     en="The same numbers are drawn, and nobody else's are disturbed.",
 )
 
