@@ -15,10 +15,8 @@ __all__ = ["planned"]
 def planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequential]:
     """What the plan names; everything is checked before the first is switched."""
     if not isinstance(plan, Mapping):
-        raise TypeError(
-            'checkpoint_segments: plan should map names to blocks per segment, {"layer1": 1, "layer2": 2}; '
-            f"found {type(plan).__name__}"
-        )
+        wanted = 'names to blocks per segment, {"layer1": 1, "layer2": 2}'
+        raise TypeError(f"checkpoint_segments: plan should map {wanted}; found {type(plan).__name__}")
     if not plan:
         raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
     modules, found = dict(uncompiled(model).named_modules(remove_duplicate=False)), {}
@@ -26,9 +24,7 @@ def planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, nn.Sequentia
         module = _sequential(modules, name)
         _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
         if module in found.values():
-            raise ValueError(
-                f"checkpoint_segments: {name!r} is another name of a layer that the plan has already"
-            )
+            raise ValueError(f"checkpoint_segments: {name!r} is another name of a layer in the plan")
         found[name] = module
     return found
 
@@ -54,10 +50,8 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
             return module
         found += " with a forward of its own"
     elif isinstance(module, nn.ModuleList):
-        found += (
-            ", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there, or use the model's own "
-            "switch (of transformers: model.gradient_checkpointing_enable())"
-        )
-    raise TypeError(
-        f"checkpoint_segments: {name!r} should be a Sequential, whose blocks run one after the other; found {found}"
-    )
+        switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
+        advice = f"put torch.utils.checkpoint there, or use {switch}"
+        found += f", whose owner calls the blocks in a loop of its own: {advice}"
+    wanted = "a Sequential, whose blocks run one after the other"
+    raise TypeError(f"checkpoint_segments: {name!r} should be {wanted}; found {found}")

@@ -73,10 +73,9 @@ class State:
             if version_now != version:
                 refuse_edited(what, version_now, version)
             if memory and memory_now and memory_now != memory:
-                raise RuntimeError(
-                    f"checkpoint_segments: {what} was given other memory between forward and backward (`.data = ...`, "
-                    "vector_to_parameters, model.to); run backward before that"
-                )
+                ways = "`.data = ...`, vector_to_parameters, model.to"
+                found = f"{what} was given other memory between forward and backward ({ways})"
+                raise RuntimeError(f"checkpoint_segments: {found}; run backward before that")
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -59,10 +59,9 @@ class Segmented(nn.Sequential):
 def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest computed again."""
     if compiling():
-        raise NotImplementedError(
-            "checkpoint_segments does not work inside torch.compile (which has its own way to compute again) or "
-            "torch.export; remove it before, or compile the blocks: for block in model.layer1: block.compile()"
-        )
+        inside = "torch.compile (which has its own way to compute again) or torch.export"
+        advice = "remove it before, or compile the blocks: for block in model.layer1: block.compile()"
+        raise NotImplementedError(f"checkpoint_segments does not work inside {inside}; {advice}")
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
     leaves = [_apart(leaf, copies, copy_of) for leaf in leaves]  # a copy that is saved leads no further up
     # Blocks may write into what they are given: the first run has the caller's own, later ones a copy of what is saved.
@@ -81,10 +80,9 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     late = (isinstance(m, nn.RReLU) or getattr(m, "original_name", "") == "RReLU" for m in state.owners)
     output = checkpoint(run, *leaves, use_reentrant=False, early_stop=not any(late))
     if _versions(leaves) != before:
-        raise RuntimeError(
-            f"checkpoint_segments: the segment that begins with {type(segment[0]).__name__} edits its input in "
-            "place, or what an object in it holds, and the input is what is saved; use inplace=False there, or another plan"
-        )
+        where = f"the segment that begins with {type(segment[0]).__name__}"
+        edits = "edits its input in place, or what an object in it holds, and the input is what is saved"
+        raise RuntimeError(f"checkpoint_segments: {where} {edits}; use inplace=False there, or another plan")
     return output
 
 

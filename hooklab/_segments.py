@@ -28,11 +28,8 @@ class Segments(Installed):
         idle = [one.name for one in self._handles if not one.module._hooklab_called]
         self.remove()
         if idle and kind is None:
-            warnings.warn(
-                f"checkpoint_segments: never called: {_refuse.listed(idle)}; was the model run inside the block, and does "
-                "it call these layers as a whole?",
-                stacklevel=2,
-            )
+            why = "was the model run inside the block, and does it call these layers as a whole?"
+            warnings.warn(f"checkpoint_segments: never called: {_refuse.listed(idle)}; {why}", stacklevel=2)
 
     def __repr__(self) -> str:
         parts = (f"{one.name or repr(one.name)}: {one.module._hooklab_blocks}" for one in self._handles)

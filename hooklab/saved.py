@@ -223,8 +223,7 @@ class Offload:
                 _packing.warn_of_nothing("Offload", self._model)
 
     def __reduce__(self) -> Any:
-        advice = "make one for each block"
-        raise TypeError(f"Offload: it cannot be copied or pickled, nor a model that holds it; {advice}")
+        raise TypeError("Offload: it cannot be copied or pickled, nor what holds it; make one for each block")
 
     def __repr__(self) -> str:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"

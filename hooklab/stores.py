@@ -119,8 +119,7 @@ class Disk:
 
     def _move(self, flat: Tensor, at: int, reads: bool) -> None:
         if os.getpid() != self._process:
-            advice = "its file belongs to the other process; make one in each process"
-            raise RuntimeError(f"Disk: this store was made before the process was forked, and {advice}")
+            raise RuntimeError("Disk: it was made before the process was forked; make one in each process")
         rest, file = memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()), self._file
         while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
             if hasattr(os, "preadv" if reads else "pwrite"):
