@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hooklab._compiler import eager
 from hooklab._geometry import Geometry
-from hooklab._packing import hold, refuse_edited, version_probe
+from hooklab._packing import hold, refuse_edited
 from hooklab.stores import Disk, PinnedMemory
 
 __all__ = ["Packed", "Queue"]
@@ -70,7 +70,8 @@ class Packed:
         if not isinstance(store, Disk | PinnedMemory) and flat.nbytes < flat.untyped_storage().nbytes():
             flat = flat.clone()
         self.slot = store.write(flat)
-        self.held, self.stay = version_probe(self.held), None
+        self.held, self.stay = self.held.detach(), None
+        self.held.data = self.held.new_empty(0)  # its content may go, edits are still seen
 
     def content(self) -> Tensor:
         """The tensor as it was. Saved twice, it is read once, if there is room to keep it so long."""
