@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from torch import nn
 
 from hooklab import _refuse
 from hooklab._installed import Installed
-from hooklab._plan import planned
 from hooklab._segmented import Segmented
+from hooklab._select import uncompiled
 
 __all__ = ["Segments"]
 
@@ -20,9 +21,19 @@ class Segments(Installed):
 
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
         super().__init__("checkpoint_segments")
+        if not isinstance(plan, Mapping):
+            wanted = 'names to blocks per segment, {"layer1": 1, "layer2": 2}'
+            raise TypeError(f"checkpoint_segments: plan should map {wanted}; found {type(plan).__name__}")
+        if not plan:
+            raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
+        modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
         with self._all_or_none():
-            for name, module in planned(model, plan).items():
-                self._handles.append(Switched(name, module, plan[name]))
+            for name, blocks in plan.items():
+                if any(one.module is modules.get(name) for one in self._handles):
+                    raise ValueError(f"checkpoint_segments: {name!r} is another name of a layer in the plan")
+                module = _sequential(modules, name)
+                blocks = _refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
+                self._handles.append(Switched(name, module, blocks))
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         idle = [one.name for one in self._handles if not one.module._hooklab_called]
@@ -50,3 +61,31 @@ class Switched:
             self.module.__class__ = self.module._hooklab_kind
         else:  # it has another class above ours since then, as from `fully_shard`: that one stays
             type(self.module)._hooklab_blocks = 0
+
+
+def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
+    """The Sequential of this name, refused unless it runs its blocks one after the other."""
+    if name not in modules:
+        sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
+        deeper = [one for one in modules if isinstance(name, str) and one.endswith(f".{name}")]
+        close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
+        shown = _refuse.listed(close) or "no Sequential in this model"
+        raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
+    module = modules[name]
+    if isinstance(module, Segmented):
+        said = "runs in segments already; remove that first"
+        if not module._hooklab_blocks:
+            said = "once ran in segments, and was sharded then; make a new model, and shard it first"
+        raise ValueError(f"checkpoint_segments: {name!r} {said}")
+    kind = type(module)
+    found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
+    if isinstance(module, nn.Sequential):
+        if kind.forward is nn.Sequential.forward and "forward" not in vars(module):
+            return module
+        found += " with a forward of its own"
+    elif isinstance(module, nn.ModuleList):
+        switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
+        advice = f"put torch.utils.checkpoint there, or use {switch}"
+        found += f", whose owner calls the blocks in a loop of its own: {advice}"
+    wanted = "a Sequential, whose blocks run one after the other"
+    raise TypeError(f"checkpoint_segments: {name!r} should be {wanted}; found {found}")
