@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import Offload, no_leftovers, saved, saved_tensors
-from hooklab._geometry import Geometry
-from hooklab._offload import Packed
+from hooklab._offload import Geometry, Packed
 
 EVERYTHING = 10**12
 
