@@ -132,7 +132,8 @@ class Offload:
             `hooklab.stores.Disk(folder)` for another place. Or a store of your own: `write(tensor) -> slot` and
             `read(slot) -> tensor`, both 1-D.
         keep: bytes that may stay: the newest, which backward wants first. Of a slice all the memory behind it counts,
-            once for all slices of it.
+            once for all slices of it. More stays while it may still be filled: of each thread in the block what it saved
+            last, where that needs no gradient, and what was saved after it.
         prefetch: bytes that may be read ahead in backward, where the store can, and as many that wait to be used
             again; of each at least one tensor. 0: neither, for the least memory; what is saved twice is read twice.
         min_bytes: what lies in a smaller memory than this stays.
@@ -154,6 +155,8 @@ class Offload:
     If nothing was saved in a block with grad on, a warning says so (where `model` is given).
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
+    After an error in backward what is left of the graph stays, in the store too, until this thread runs another
+    backward, as in plain PyTorch.
     One memory that is saved in two shapes is moved twice. An edit through `.data`, or by NumPy, is not noticed, as by
     autograd itself; and what is saved from that memory once more, while the block is open and the older graph alive,
     counts as the same. A memory that is emptied while it waits (`untyped_storage().resize_(0)`) is an error.

@@ -103,9 +103,13 @@ def test_running_statistics_are_updated_once_also_with_retain_graph():
 
 def test_dropout_draws_the_same_numbers_again():
     extra = lambda: (nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.3))  # noqa: E731
-    model = net(extra=extra)
-    with checkpoint_segments(model, {"body": 3}):
+    model, runs = net(extra=extra), []
+    with (
+        checkpoint_segments(model, {"body": 3}),
+        model.body[6].register_forward_hook(lambda *args: runs.append("forward")),
+    ):
         found = train(model)
+    assert len(runs) == 2 * 2  # twice in each step
     assert equal(train(net(extra=extra)), found)
 
 
@@ -125,13 +129,14 @@ class Counter(nn.Module):
         return x * self.calls
 
 
+@pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("replaces", [True, False])
-def test_buffers_that_the_output_depends_on_have_their_old_value_again(replaces):
+def test_buffers_that_the_output_depends_on_have_their_old_value_again(replaces, retain):
     extra = lambda: (Counter(replaces), nn.Tanh())  # noqa: E731
     model = net(extra=extra)
     with checkpoint_segments(model, {"body": 7}):
-        found = train(model, steps=3)
-    assert equal(train(net(extra=extra), steps=3), found)
+        found = train(model, steps=3, retain=retain)
+    assert equal(train(net(extra=extra), steps=3, retain=retain), found)
     assert model.body[5].calls == 3
 
 

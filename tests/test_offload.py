@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab import Offload, no_leftovers, saved, saved_tensors
 from hooklab._offload import Geometry, Packed
+from hooklab._packing import outer_hooks
 
 EVERYTHING = 10**12
 
@@ -405,6 +406,11 @@ def test_gradients_are_the_same_in_every_precision(dtype, store):
     same(lambda x, y: (x * y).exp().tanh() * y, leaf(50, dtype=dtype), leaf(50, dtype=dtype), to=store)
 
 
+def test_numbers_that_half_precision_cannot_hold(store):
+    x = torch.tensor([1e30, 2e-30, 3.0], dtype=torch.bfloat16).requires_grad_()
+    same(lambda x: x.sqrt() * x, x, to=store)
+
+
 def test_masks_and_indices_move_too(store):
     mask, index = torch.arange(60) % 2 == 0, torch.arange(60).flip(0)
     offload = same(lambda x: x.masked_fill(mask, 0.0) * x.gather(0, index), leaf(60), to=store)
@@ -416,8 +422,9 @@ def test_masks_and_indices_move_too(store):
 def test_nan_inf_and_minus_zero_come_back(store):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45]).requires_grad_()
     same(lambda x: x * x, x, to=store)
-    with Offload(to=store, min_bytes=0):
+    with Offload(to=store, min_bytes=0) as offload:
         y = x.exp() / x
+    assert offload.moved_bytes > 0
     bits = torch.autograd.grad(y.sum(), x)[0].view(torch.int32)
     assert torch.equal(bits, torch.autograd.grad((x.exp() / x).sum(), x)[0].view(torch.int32))
 
@@ -569,6 +576,18 @@ def test_an_edit_after_saving_still_raises(keep, min_bytes):
         RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"
     ):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.weight", "1.running_var"])
+def test_an_edit_of_what_never_moves_still_raises(name):
+    for makes in (contextlib.nullcontext, lambda model: Offload(model, to=CountingStore(), min_bytes=0)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+        with makes(model):
+            y = model(leaf(2, 4)).exp()
+        with torch.no_grad():
+            dict(model.state_dict(keep_vars=True))[name].add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*; expected version"):
+            y.sum().backward()
 
 
 def test_an_edit_through_a_view_still_raises_when_the_tensor_itself_is_gone():
@@ -751,10 +770,14 @@ def chain(length, store, prefetch, keep=0):
     x = leaf(10)
     offload = Offload(to=store, prefetch=prefetch, keep=keep, min_bytes=0)
     with offload:
-        y = x
-        for _ in range(length):
-            y = y.exp().mul(0.1)
+        y = chained(x, length)
     return x, y, offload
+
+
+def chained(x, length):
+    for _ in range(length):
+        x = x.exp().mul(0.1)
+    return x
 
 
 def test_what_is_wanted_next_is_asked_for_early_from_the_newest_to_the_oldest():
@@ -883,6 +906,8 @@ def test_the_work_of_reading_ahead_grows_with_the_number_of_tensors_only(monkeyp
     once = x.grad.clone()
     first = len(calls)
     y.sum().backward()
+    assert offload.moved_bytes == (400 - keep // 40) * 40
+    assert torch.equal(once, torch.autograd.grad(chained(x, 400).sum(), x)[0])
     assert (first > 0) == (prefetch > 0)
     assert first <= 3 * 400
     assert len(calls) <= 2 * 3 * 400
@@ -987,6 +1012,25 @@ def test_many_threads_on_one_context(to):
     assert nothing_lies_ready(offload)
 
 
+def test_two_threads_may_each_offload_the_same_model():
+    model, x = mlp(8, 16, 4), torch.randn(32, 8)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    inside, found = threading.Barrier(2), []
+
+    def work():
+        with Offload(model, to=CountingStore(), min_bytes=0) as offload:
+            inside.wait(60)
+            loss = model(x).sum()
+            inside.wait(60)
+        found.append((offload.moved_bytes, torch.autograd.grad(loss, list(model.parameters()))))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert [moved for moved, _ in found] == [x.nbytes + 32 * 16 * 4] * 2
+    assert all(all(map(torch.equal, expected, gradients)) for _, gradients in found)
+
+
 def test_the_model_is_left_as_it_was():
     model = mlp(4, 5, 2)
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
@@ -1020,10 +1064,11 @@ def test_a_store_that_fails_to_write_leaves_the_next_step_right():
     offload = Offload(to=store, min_bytes=0)
     with pytest.raises(OSError, match="the store is full"), offload:
         x.exp().sin().exp()
-    assert store.held == 0
+    assert (store.held, offload.moved_bytes, outer_hooks()) == (0, 40, None)
     store.fails_at = None
     with offload:
         y = x.exp().sin()
+    assert offload.moved_bytes == 2 * 40
     y.sum().backward()
     assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
     assert (offload._queue.waiting.used, store.held) == (0, 0)
@@ -1032,24 +1077,27 @@ def test_a_store_that_fails_to_write_leaves_the_next_step_right():
 def test_a_store_that_fails_to_write_an_older_tensor_does_not_lose_it():
     store, x = Broken(), leaf(10)
     store.fails_at = "write"
-    with Offload(to=store, keep=40, min_bytes=0):
+    with Offload(to=store, keep=40, min_bytes=0) as offload:
         first = x.exp()
         second = first.sin().exp()  # moves what exp saved
         with pytest.raises(OSError, match="the store is full"):
             second.cos().exp()  # moves what the second exp saved
         store.fails_at = None
-        third = second.cos()
+        assert offload.moved_bytes == 40
+        third = second.cos().exp()  # and now it moves
+    assert (offload.moved_bytes, store.held) == (2 * 40, 2)
     third.sum().backward()
     assert torch.isfinite(x.grad).all()
     stock = x.detach().clone().requires_grad_()
-    stock.exp().sin().exp().cos().sum().backward()
+    stock.exp().sin().exp().cos().exp().sum().backward()
     assert torch.equal(x.grad, stock.grad)
 
 
 def test_a_store_that_fails_to_read_can_be_asked_again():
     store, x = Broken(), leaf(10)
-    with Offload(to=store, min_bytes=0):
+    with Offload(to=store, min_bytes=0) as offload:
         y = x.exp()
+    assert offload.moved_bytes == 40
     store.fails_at = "read"
     with pytest.raises(OSError, match="cannot be read"):
         y.sum().backward(retain_graph=True)
@@ -1058,14 +1106,68 @@ def test_a_store_that_fails_to_read_can_be_asked_again():
     assert torch.equal(x.grad, x.detach().exp())
 
 
+def test_what_an_error_in_backward_leaves_goes_with_the_next_backward():
+    store, x = Broken(), leaf(10)
+    offload = Offload(to=store, prefetch=0, min_bytes=0)
+    with offload:
+        y = sum((x * factor).exp() * (x + factor).sin() for factor in range(3)).sum()
+    moved, store.fails_at = store.held, "read"
+    with pytest.raises(OSError, match="cannot be read"):
+        y.backward()
+    del y
+    (x * 1).sum().backward()
+    assert (moved, store.held) == (9, 0)
+    assert nothing_lies_ready(offload)
+
+
 def test_a_forward_that_raises_leaves_nothing():
     store, x = CountingStore(), leaf(10)
-    with pytest.raises(ZeroDivisionError), Offload(to=store, min_bytes=0):
+    offload = Offload(to=store, min_bytes=0)
+    with pytest.raises(ZeroDivisionError), offload:
         x.exp().sin().mul(1 / 0)
+    assert outer_hooks() is None  # in this thread
     gc.collect()
-    assert store.held == 0
-    x.exp().sum().backward()  # no hook is left in this thread
+    assert (store.held, store.writes) == (0, 1)
+    x.exp().sum().backward()
     assert store.writes == 1
+    with offload:
+        y = x.sin()
+    assert (store.held, offload.moved_bytes) == (1, 2 * 40)
+    y.sum().backward()
+
+
+def test_a_block_that_raises_in_a_thread_holds_up_no_other():
+    offload, left, x = Offload(to=CountingStore(), min_bytes=0), [], leaf(10)
+
+    def fails():
+        with contextlib.suppress(ZeroDivisionError), offload:
+            left.append(leaf(10) * torch.ones(10))  # saves what needs no gradient, and might still be filled
+            left.append(1 / 0)
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    assert (len(left), offload.moved_bytes) == (1, 0)
+    with offload:
+        y = x.exp().sin()
+    assert offload.moved_bytes == 2 * 40
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp().cos() * x.detach().exp())
+
+
+def test_a_store_that_fails_at_the_end_of_the_block_leaves_no_hook():
+    store, weight = Broken(), leaf(10)
+    store.fails_at, store.writes = "write", 1
+    offload = Offload(to=store, min_bytes=0)
+    with pytest.raises(OSError, match="the store is full"), offload:
+        y = weight * torch.ones(10)  # waits for the end of the block
+    assert (outer_hooks(), offload.moved_bytes) == (None, 0)
+    store.fails_at = None
+    with offload:
+        z = weight.exp()
+    assert offload.moved_bytes == 2 * 40
+    (y + z).sum().backward()
+    assert torch.equal(weight.grad, 1 + weight.detach().exp())
 
 
 @pytest.mark.parametrize(

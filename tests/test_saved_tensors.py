@@ -40,6 +40,23 @@ def test_every_saved_tensor_has_its_operation_shape_dtype_and_bytes():
 
 
 @names_nodes
+def test_shapes_and_dtypes_are_those_of_the_tensor():
+    double, bfloat = leaf(2, 3, 4).double(), leaf(5).bfloat16()
+    mask, index = torch.ones(4, 1, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.int64)
+    with saved_tensors() as saved:
+        double.exp(), bfloat.sin(), leaf(4, 6).masked_fill(mask, 0), leaf(2, 3).gather(1, index)
+        torch.view_as_complex(leaf(3, 2)).square()
+    found = {(one.shape, one.dtype, one.bytes) for one in saved}
+    assert {
+        ((2, 3, 4), torch.float64, 24 * 8),
+        ((5,), torch.bfloat16, 10),
+        ((4, 1), torch.bool, 4),
+        ((2, 3), torch.int64, 48),
+        ((3,), torch.complex64, 24),
+    } <= found
+
+
+@names_nodes
 @pytest.mark.parametrize(
     ("compute", "operations"),
     [
