@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hooklab._compiler import eager
-from hooklab._packing import hold, refuse_edited
+from hooklab._packing import hold, refuse_edited, version_probe
 from hooklab.stores import Disk, PinnedMemory
 
 __all__ = ["Geometry", "Packed", "Queue"]
@@ -108,8 +108,7 @@ class Packed:
         if not isinstance(store, Disk | PinnedMemory) and flat.nbytes < flat.untyped_storage().nbytes():
             flat = flat.clone()
         self.slot = store.write(flat)
-        self.held, self.stay = self.held.detach(), None
-        self.held.data = self.held.new_empty(0)  # its content may go, edits are still seen
+        self.held, self.stay = version_probe(self.held), None
 
     def content(self) -> Tensor:
         """The tensor as it was. Saved twice, it is read once, if there is room to keep it so long."""

@@ -1,5 +1,6 @@
 """What every pair of saved-tensor hooks here needs: hold a tensor safely, and notice edits as autograd would."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -8,7 +9,17 @@ from torch.autograd import graph
 
 from hooklab._compiler import eager
 
-__all__ = ["has_memory", "hold", "installed", "is_parameter", "outer_hooks", "refuse_edited", "unhold"]
+__all__ = [
+    "has_memory",
+    "hold",
+    "installed",
+    "is_parameter",
+    "outer_hooks",
+    "refuse_edited",
+    "unhold",
+    "version_probe",
+    "warn_of_nothing",
+]
 
 
 # A global of its own: torch.compile looks into functions that name torch, and would warn that it does not know this.
@@ -57,6 +68,21 @@ def refuse_edited(what: str, found: int, expected: int) -> None:
 def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
     """The context for these two hooks."""
     return graph.saved_tensors_hooks(eager(pack), eager(unpack))
+
+
+def warn_of_nothing(what: str, model: nn.Module | None) -> None:
+    """At the end of a block in which nothing was saved, though something should have been."""
+    if model is not None and torch.is_grad_enabled():
+        why = "was the model called there, in this thread, with grad on?"
+        other = "Another such context (Offload, save_on_cpu), opened inside, takes what is saved in it."
+        warnings.warn(f"{what}: nothing was saved for backward by this block: {why} {other}", stacklevel=3)
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """A tensor without memory that shares the version counter of `tensor`: its content may go, edits are still seen."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
 
 
 @eager

@@ -1,7 +1,6 @@
 """What `saved_tensors` returns: a record of every tensor that autograd saves, and of what is still held."""
 
 import itertools
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from hooklab._containers import first_shape
 from hooklab._nodes import node_name
 from hooklab._table import table
 
-__all__ = ["SavedTensor", "SavedTensors", "nbytes", "owned", "warn_of_nothing"]
+__all__ = ["SavedTensor", "SavedTensors", "owned"]
 
 NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)  # since PyTorch 2.15
 # A leaf's; and what an operation in place makes for itself, between what it saves first and last.
@@ -161,7 +160,7 @@ class SavedTensors(Sequence[SavedTensor]):
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._contexts.close()
         if kind is None and not self._records:
-            warn_of_nothing("saved_tensors", self._model)
+            _packing.warn_of_nothing("saved_tensors", self._model)
 
     # ---- the hooks ----
 
@@ -240,14 +239,6 @@ def owned(model: nn.Module | None) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that have memory, by name."""
     named = () if model is None else (*model.named_parameters(), *model.named_buffers())
     return [(name, t) for name, t in named if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided]
-
-
-def warn_of_nothing(what: str, model: nn.Module | None) -> None:
-    """At the end of a block in which nothing was saved, though something should have been."""
-    if model is not None and torch.is_grad_enabled():
-        why = "was the model called there, in this thread, with grad on?"
-        other = "Another such context (Offload, save_on_cpu), opened inside, takes what is saved in it."
-        warnings.warn(f"{what}: nothing was saved for backward by this block: {why} {other}", stacklevel=3)
 
 
 def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hooklab import _packing, _refuse
 from hooklab._compiler import refuse_compiling
 from hooklab._offload import Packed, Queue
-from hooklab._saved_tensors import SavedTensors, nbytes, owned, warn_of_nothing
+from hooklab._saved_tensors import SavedTensors, nbytes, owned
 from hooklab._segments import Segments
 from hooklab.stores import MIB, Disk, PinnedMemory
 
@@ -223,7 +223,7 @@ class Offload:
         if kind is None:
             self._queue.make_room()
             if not self._saved_any:
-                warn_of_nothing("Offload", self._model)
+                _packing.warn_of_nothing("Offload", self._model)
 
     def __reduce__(self) -> Any:
         raise TypeError("Offload: it cannot be copied or pickled, nor what holds it; make one for each block")
