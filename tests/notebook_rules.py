@@ -256,5 +256,5 @@ RULES: list[Rule] = [
     pictures_have_facts, formulas, links, tags, opening, parts, practice, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
     prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
-    prose_rules.folds, prose_rules.glossary,
+    prose_rules.names_of_the_package, prose_rules.folds, prose_rules.glossary,
 ]  # fmt: skip

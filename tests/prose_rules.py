@@ -98,6 +98,18 @@ def same_shape(notebook) -> Iterator[str]:
             yield f"{cell.id}: the halves are built differently: {' '.join(left)} and {' '.join(right)}"
 
 
+def names_of_the_package(notebook) -> Iterator[str]:
+    """A file that is named is there, and what is said to stand in it does: `Disk` in `hooklab/stores.py`."""
+    for cell, _, en in _pairs(notebook):
+        for name, file in re.findall(r"(?:`([\w.]+)` (?:in |\())?`(hooklab/[\w/]+\.py)`", en):
+            path = notebook_form.NOTEBOOKS.parent / file
+            code = path.read_text(encoding="utf-8") if path.exists() else ""
+            if not all(re.search(rf"(?:class|def) {part}\b", code) for part in name.split(".") if part):
+                yield f"{cell.id}: {file} has no {name}"
+            if not path.exists():
+                yield f"{cell.id}: there is no {file}"
+
+
 def folds(notebook) -> Iterator[str]:
     for cell in _prose(notebook):
         if any(

@@ -207,6 +207,12 @@ RULE_DAMAGES = {
         lambda notebook: replace(notebook, "kept-where", "`_backward_hooks`", "`_hooks`", "en"),
         prose_rules.same_spans,
     ),
+    "a name that has left the package": (
+        lambda notebook: replace(
+            notebook, "kept-where", "`_backward_hooks`", "`gone` in `hooklab/tensors.py`", "en"
+        ),
+        prose_rules.names_of_the_package,
+    ),
     "a link edited in one language": (
         lambda notebook: replace(notebook, "before", "00_start_here", "11_reading_gradients", "en"),
         prose_rules.same_links,
