@@ -1,9 +1,9 @@
 """Part 3: where offloaded tensors live. A store has two methods: `write(tensor) -> slot`, `read(slot) -> tensor`.
 
 A slot is any object; its space is free again once nobody holds the slot. What `write` is given shares no memory with
-anything larger (but where a store extends these two), and autograd may still use it: copy it, as `clone` does. What
-`read` returns may be edited: copy that, too. A store may also have `prefetch(slot)`, a hint that `slot` is read soon, and
-`reaches(tensor)`, False for what it cannot take.
+anything larger (but where a store extends these two), and autograd may still use it: copy it, as `clone` does. A
+backward may edit what `read` returns: copy that, too, where it may be read again. A store may also have `prefetch(slot)`, a
+hint that `slot` is read soon, and `reaches(tensor)`, False for what it cannot take.
 A store of your own can be this short:
 
     >>> class InAList:
