@@ -403,6 +403,12 @@ def test_pinned_memory_gives_back_every_bit(device, dtype):
     assert device.hazards == 0
 
 
+def test_pinned_memory_takes_any_strides(device):
+    store = SlowMemory(device)
+    tensor = torch.arange(6).view(2, 3).t()
+    assert store.read(store.write(tensor)).tolist() == [0, 3, 1, 4, 2, 5]
+
+
 def test_a_source_stays_until_it_is_copied(device):
     store = SlowMemory(device)
     written = store.write(torch.arange(1000.0))  # nobody else holds it
@@ -635,6 +641,17 @@ def test_disk_reads_into_the_memory_of_the_host_whatever_the_default_device():
     slot = store.write(torch.arange(3))
     with torch.device("meta"):
         assert store.read(slot).tolist() == [0, 1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fstatvfs"), reason="this system tells the free bytes of a folder alone")
+def test_a_full_disk_is_named_also_when_the_folder_is_gone(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    store = Disk(folder)
+    folder.rmdir()
+    monkeypatch.setattr(os, "pwrite", short_and_full(os.pwrite, 1000))
+    with pytest.raises(OSError, match=r"no room in .*gone: 4,000 bytes wanted, [\d,]+ free"):
+        store.write(torch.ones(1_000))
 
 
 def test_a_full_disk_is_named_also_after_the_folder_has_changed(tmp_path, monkeypatch):
