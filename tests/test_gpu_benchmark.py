@@ -304,6 +304,29 @@ def test_nothing_else_is_there_when_memory_counts(benchmark, cuda, monkeypatch):
     assert alive == [[True, False]] * 2  # of the task and of the small one, in the turns of two strategies
 
 
+def test_a_step_says_what_the_host_took_and_how_often_memory_was_asked_for(benchmark, cuda, monkeypatch):
+    task, asked = fake_task(benchmark), [7]
+    seconds = iter([0.0, 2.0, 5.0])
+
+    def step(context):
+        asked[0] += 3
+        return 100
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_device_alloc": asked[0]})
+    monkeypatch.setattr(task, "step", step)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(seconds))
+    assert task.timed(None) == (5.0, 2.0, 3, 100)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("there", [{}, {"num_device_alloc": 1}])
+def test_who_counts_no_allocations_says_none(benchmark, cuda, monkeypatch, there):
+    task = fake_task(benchmark)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: there)
+    monkeypatch.setattr(task, "step", lambda context: 0)
+    assert task.timed(None).allocations == (0 if there else None)
+
+
 @pytest.mark.parametrize("breaks_off", [False, True])
 def test_no_collection_falls_into_a_step(benchmark, cuda, monkeypatch, breaks_off):
     task, seen = fake_task(benchmark), []
@@ -312,7 +335,7 @@ def test_no_collection_falls_into_a_step(benchmark, cuda, monkeypatch, breaks_of
         seen.append(gc.isenabled())
         if breaks_off and len(seen) == 2:
             raise torch.OutOfMemoryError
-        return 1.0, 0
+        return benchmark.Timed(1.0, 0.5, None, 0)
 
     monkeypatch.setattr(task, "timed", timed)
     failed: dict[str, str] = {}
@@ -489,11 +512,15 @@ def test_a_driver_without_a_name(benchmark, monkeypatch):
 
 
 def test_figures_are_medians_and_the_worst_peak(benchmark):
-    row = {"name": "it", "moved_bytes": None, "peaks": [5, 7], "reserved": [8, 6]}
-    row |= {"first": [9.0, 4.0], "times": [3.0, 1.0, 2.5, 2.0]}
+    row = {"name": "it", "first": [9.0, 4.0], "peaks": [5, 7], "reserved": [8, 6]}
+    row["steps"] = [
+        benchmark.Timed(seconds, 0.5, number, None) for number, seconds in enumerate((3.0, 1.0, 2.5, 2.0))
+    ]
     found = benchmark.finished(row, benchmark.segments("1/0/3/0", True, benchmark.offload(2, in_flight=1)))
     assert (found["first_seconds"], found["seconds"]) == (4.0, 2.25)
     assert (found["fastest"], found["slowest"]) == (1.0, 3.0)
+    assert [*found["step_seconds"]] == [3.0, 1.0, 2.5, 2.0]
+    assert ([*found["step_host_seconds"]], [*found["step_allocations"]]) == ([0.5] * 4, [0, 1, 2, 3])
     assert (found["peak_allocated"], found["peak_reserved"], found["moved_bytes"]) == (7, 8, None)
     assert (found["ours"], found["plan"]) == (True, {"wide": 1, "layer3": 3})
     assert found["settings"] == {"keep": 2, "in_flight": 1}

@@ -120,12 +120,27 @@ class Task:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def timed(self, context: Any) -> tuple[float, int | None]:
+    def timed(self, context: Any) -> "Timed":
         self.sync()
-        begin = time.perf_counter()
+        before, begin = self.allocations(), time.perf_counter()
         moved = self.step(context)
+        given = time.perf_counter() - begin
         self.sync()
-        return time.perf_counter() - begin, moved
+        seconds, now = time.perf_counter() - begin, self.allocations()
+        return Timed(seconds, given, None if now is None or before is None else now - before, moved)
+
+    def allocations(self) -> int | None:
+        """How often the allocator has asked CUDA for memory so far; None if nobody counts."""
+        return torch.cuda.memory_stats().get("num_device_alloc") if self.device.type == "cuda" else None
+
+
+class Timed(NamedTuple):
+    """A step. Why it was slow, the two in the middle tell: the host had much to do, or memory was asked for anew."""
+
+    seconds: float
+    host_seconds: float  # until the host had given the GPU all its work
+    allocations: int | None  # of memory of the GPU, by CUDA itself, which stops for each
+    moved_bytes: int | None
 
 
 # Begun once in every round, with the task, it gives a context for the forward of each step.
@@ -342,18 +357,21 @@ def turn(task: Task, begin: Begin, steps: int, row: dict[str, Any]) -> None:
     gc.disable()
     try:
         gc.collect()
-        row.setdefault("first", []).append(task.timed(context())[0])
+        row.setdefault("first", []).append(task.timed(context()).seconds)
         gc.collect()
         if task.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(steps):
-            seconds, row["moved_bytes"] = task.timed(context())
-            row.setdefault("times", []).append(seconds)
+            row.setdefault("steps", []).append(task.timed(context()))
             gc.collect()  # what a step leaves behind does not count in the next
     finally:
         gc.enable()
     peaks(task, row)
-    print(f"  {row['name']:57} {statistics.median(row['times']):8.3f} s", file=sys.stderr, flush=True)
+    print(
+        f"  {row['name']:57} {statistics.median(step.seconds for step in row['steps']):8.3f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def peaks(task: Task, row: dict[str, Any]) -> None:
@@ -363,17 +381,20 @@ def peaks(task: Task, row: dict[str, Any]) -> None:
 
 
 def finished(row: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
+    seconds, host_seconds, allocations, moved = zip(*row["steps"], strict=True)
     return {
         "name": row["name"],
         "ours": strategy.ours,
         "plan": strategy.plan,
         "settings": strategy.settings,
         "first_seconds": statistics.median_low(row["first"]),
-        "moved_bytes": row["moved_bytes"],
-        "seconds": statistics.median(row["times"]),
-        "fastest": min(row["times"]),
-        "slowest": max(row["times"]),
-        "step_seconds": row["times"],
+        "moved_bytes": moved[-1],
+        "seconds": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "step_seconds": seconds,
+        "step_host_seconds": host_seconds,
+        "step_allocations": allocations,
         "peak_allocated": max(row.get("peaks", ()), default=None),
         "peak_reserved": max(row.get("reserved", ()), default=None),
     }
