@@ -1366,6 +1366,16 @@ def test_a_parameter_that_was_replaced_before_backward_keeps_its_flag():
     assert model[0][0].weight.requires_grad
 
 
+def test_a_parameter_that_was_taken_out_before_backward_stays_out():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    model[0][0].scale = nn.Parameter(torch.ones(1))  # the forward does not use it
+    with checkpoint_segments(model, {"0": 2}):
+        loss = model(torch.randn(4, 3)).sum()
+        del model[0][0].scale
+        loss.backward()
+    assert dict(model.named_parameters()).keys() == {"0.0.weight", "0.0.bias"}
+
+
 class Hyper(nn.Module):
     """A network whose weights another one computes: nothing of that is seen where it is called."""
 

@@ -197,6 +197,17 @@ def test_bytes_are_counted_once_for_each_memory():
     assert len({one.storage for one in saved}) == 1
 
 
+def test_memories_are_numbered_in_the_order_in_which_they_were_saved_first():
+    x = leaf(100)
+    with saved_tensors() as saved:
+        y = x.exp()  # saves its result
+        y.sin()
+        x.cos()
+        y.cos()
+        (y * 2).exp()
+    assert [one.storage for one in saved] == [1, 1, 2, 1, 3]
+
+
 def test_a_slice_is_counted_with_the_memory_that_it_keeps_alive():
     base, x = torch.randn(1000), leaf(10)
     with saved_tensors() as saved:
@@ -426,6 +437,16 @@ def test_the_table_has_a_line_for_each_module_and_the_totals():
             "total                   5    284        156",
         ]
     )
+
+
+def test_what_no_operation_has_saved_has_a_dash_in_the_table():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    with saved_tensors(model) as saved:
+        checkpoint(model, leaf(3, 4), use_reentrant=False)
+    header, line, total = saved.table().splitlines()
+    assert header.split() == ["module", "saved", "by", "tensors", "bytes", "new", "bytes"]
+    assert line.split() == ["-", "-", "1", "48", "48"]
+    assert total.split() == ["total", "1", "48", "48"]
 
 
 def test_the_picture_says_what_is_held_at_most_and_at_the_end():
