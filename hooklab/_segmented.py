@@ -26,7 +26,7 @@ class Segmented(nn.Sequential):
     Every Sequential that is switched gets a subclass of its own: it holds what belongs to this one, and goes with it.
     """
 
-    _hooklab_kind: type = nn.Sequential  # what it was, and will be again
+    _hooklab_kind: type  # what it was, and will be again
     _hooklab_blocks: int  # in a segment; 0 once it runs plainly again
     _hooklab_called: list[bool]  # empty until it is
 

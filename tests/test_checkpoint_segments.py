@@ -741,8 +741,8 @@ def test_parameters_that_have_their_memory_again_in_backward_are_as_they_were():
     assert all(map(torch.equal, gradients(True, torch.zeros_like), gradients(False, torch.zeros_like)))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_parameters_that_are_gathered_by_a_hook_of_the_layer_may_be_empty_in_between(ahead):
+@pytest.mark.parametrize("when", ["in forward", "in forward, and gathered ahead", "after forward"])
+def test_parameters_that_are_gathered_by_a_hook_of_the_layer_may_be_empty_in_between(when):
     def gather(layer, args):
         layer.weight.data = layer.whole.clone()
 
@@ -756,10 +756,13 @@ def test_parameters_that_are_gathered_by_a_hook_of_the_layer_may_be_empty_in_bet
     layer.whole = layer.weight.data
     layer.register_forward_pre_hook(gather)
     with checkpoint_segments(model, {"0": 2}):
-        with layer.register_forward_hook(release):  # not in backward, before the gradient is there
+        # Not in backward, before the gradient is there.
+        with layer.register_forward_hook(release) if when != "after forward" else contextlib.nullcontext():
             loss = model(x).sum()
-        if ahead:
+        if when == "in forward, and gathered ahead":
             gather(layer, ())
+        elif when == "after forward":
+            release(layer, (), None)
         loss.backward()
     assert torch.equal(layer.weight.grad, expected)
 
