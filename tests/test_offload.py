@@ -395,8 +395,9 @@ def test_any_view_is_taken_apart_and_rebuilt(data):
         else:
             view = view.unfold(dim, data.draw(st.integers(1, view.shape[dim])), 1)
     geometry = Geometry(view)
-    flat = geometry.flat(view).clone()
-    again = geometry.rebuild(flat)
+    flat = geometry.flat(view)
+    assert (flat.dim(), flat.is_contiguous()) == (1, True)
+    again = geometry.rebuild(flat.clone())
     assert flat.nbytes == geometry.nbytes <= max(view.nbytes, 1)
     assert torch.equal(again, view)
     assert (again.shape, again.stride()) == (view.shape, view.stride())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,20 @@ def test_disk_gives_back_every_bit(dtype):
     again = store.read(store.write(tensor))
     assert again.dtype == dtype
     assert torch.equal(again.view(torch.uint8), tensor.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", [Disk, lambda: SlowMemory(SlowDevice())], ids=["disk", "pinned"])
+def test_a_store_holds_no_graph(kind):
+    store, factor = kind(), torch.full((3,), 2.0)
+    in_the_graph = weakref.ref(factor)
+    y = torch.ones(3, requires_grad=True) * factor
+    del factor
+    assert in_the_graph() is not None
+    written = store.write(y)
+    del y
+    assert in_the_graph() is None  # also while the copy is on its way
+    again = store.read(written)
+    assert (again.tolist(), again.requires_grad) == ([2.0] * 3, False)
 
 
 def test_disk_keeps_nan_inf_and_minus_zero():
@@ -571,6 +586,7 @@ def test_disk_takes_conjugates_and_negatives():
     store, x = Disk(), torch.tensor([1 + 2j, 3 - 4j])
     assert store.read(store.write(x.conj())).tolist() == [1 - 2j, 3 + 4j]
     assert store.read(store.write(x.conj().imag)).tolist() == [-2.0, 4.0]
+    assert store.read(store.write(x[:1].conj().imag)).tolist() == [-2.0]  # already contiguous
 
 
 def test_a_file_is_no_folder(tmp_path):
