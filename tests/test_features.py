@@ -908,6 +908,23 @@ def test_with_grad_is_the_gradient_of_the_output(model, x):
     assert not f["1"].requires_grad
 
 
+TRANSFORMED = {
+    "vmap": lambda model, x: torch.vmap(model)(x[None]),
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("run", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_a_forward_under_a_transform_has_its_features(model, x, run):
+    """Of the tensors there nobody can ask for the memory."""
+    with features(model, "1") as f:
+        model(x)
+        expected = f["1"].shape
+        run(model, x)
+    assert f["1"].shape == expected
+
+
 def test_with_grad_under_vmap_leaves_the_forward_alone(model, x):
     stacked, buffers = torch.func.stack_module_state([copy.deepcopy(model) for _ in range(3)])
 
