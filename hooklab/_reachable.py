@@ -21,7 +21,7 @@ def within(value: Any) -> Iterator[Any]:
             seen[id(item)] = item
             yield item
             if isinstance(item, FunctionType):
-                stack += item.__closure__ or (), item.__defaults__ or (), item.__kwdefaults__ or {}
+                stack += item.__closure__, item.__defaults__, item.__kwdefaults__
             elif isinstance(item, io.BytesIO):
                 stack.append(vars(item))  # the buffer is part of it; Python 3.12 has it among the referents
             elif not isinstance(item, Tensor | nn.Module | ModuleType | type):

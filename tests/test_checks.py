@@ -628,6 +628,20 @@ def zeros_left_out(in_slots):
     return Store()
 
 
+def test_what_a_function_keeps_alive_is_found_once_also_where_it_leads_back():
+    wanted = captured, default, keyword = [torch.ones(1) for _ in range(3)]
+
+    def function(x=default, *, y=keyword):
+        return captured, pytest
+
+    loop = [function, function]
+    loop.append(loop)
+    found = list(within(loop))
+    assert sum(part is loop for part in found) == sum(part is function for part in found) == 1
+    assert all(sum(part is one for part in found) == 1 for one in wanted)
+    assert not any(part is pytest for part in found)
+
+
 def test_the_buffer_of_a_file_in_memory_is_part_of_it():
     """Python 3.11 does not have it among what the garbage collector sees, later ones do."""
     content, other = io.BytesIO(), []
