@@ -135,11 +135,11 @@ class Task:
 
 
 class Timed(NamedTuple):
-    """A step. Why it was slow, the two in the middle tell: the host had much to do, or memory was asked for anew."""
+    """One step; `host_seconds` and `allocations` help to find out why it was slow."""
 
     seconds: float
     host_seconds: float  # until the host had given the GPU all its work
-    allocations: int | None  # of memory of the GPU, by CUDA itself, which stops for each
+    allocations: int | None  # how often the allocator asked CUDA for memory
     moved_bytes: int | None
 
 
