@@ -670,13 +670,22 @@ def test_what_the_notebooks_say_is_what_was_measured():
     goal = "regrouped 1/3/4/0 + Offload, keep 2 GB"
     named = f"{goal}, SGD in backward"
     before = {run["name"]: run for run in result["again"]["runs"]}
-    for half in halves(NOTEBOOK, "measured-goal"):
-        assert all(figure in half for figure in figures(named, 2))
-        for found in (runs, before):
-            of_stock = [
-                found[named][end] / found["stock"]["seconds"] for end in ("fastest", "seconds", "slowest")
-            ]
+    for cell, found in (("measured-goal", runs), ("measured-varies", before)):
+        of_stock = [
+            found[named][end] / found["stock"]["seconds"] for end in ("fastest", "seconds", "slowest")
+        ]
+        for half in halves(NOTEBOOK, cell):
             assert all(f"{times:.2f}" in half for times in of_stock)
+    assert all(figures(named, 2)[0] in half for half in halves(NOTEBOOK, "measured-goal"))
+    spread = [
+        (found[goal]["slowest"] - found[goal]["fastest"]) / found["stock"]["seconds"]
+        for found in (runs, before)
+    ]
+    assert spread[0] < spread[1]  # 'steadier than before, too'
+    for half in halves(NOTEBOOK, "measured-names"):
+        assert f"{runs[named]['peak_reserved'] / 1e9:.1f} GB" in half
+    for half in halves(NOTEBOOK, "measured"):
+        assert f"{max(run['peak_reserved'] for run in result['runs']) / 1e9:.0f} GB" in half
     assert result["verdict"]["6.5 GB at 1.5x reached by"] == [named]
     assert before[named]["peak_allocated"] == runs[named]["peak_allocated"] <= 6.5e9
     assert runs[named]["slowest"] <= 1.5 * stock
@@ -701,12 +710,12 @@ def test_what_the_notebooks_say_is_what_was_measured():
         saved = runs["checkpoint, every block"]["peak_allocated"] - runs["segments 2/3/3/0"]["peak_allocated"]
         assert f"{saved / 1e9:.1f} GB" in half
         assert all(result["verdict"]["faster at no more memory than"].values())
-    for half in halves(NOTEBOOK.with_name("35_checkpointing.ipynb"), "winner-measured"):
-        assert all(figure in half for figure in figures("segments 1/2/6/3 + Offload, keep 0 GB", 1))
-        assert figures(goal, 1)[1] in half
-        assert (
-            figures(goal, 1)[0] == figures("segments 1/2/6/3 + Offload, keep 0 GB", 1)[0]
-        )  # 'the same memory'
+    checkpointing = NOTEBOOK.with_name("35_checkpointing.ipynb")
+    plain = figures("segments 1/2/6/3 + Offload, keep 0 GB", 1)
+    assert all(figure in half for half in halves(checkpointing, "winner-measured") for figure in plain)
+    assert figures(goal, 1)[0] == plain[0]  # 'as much memory'
+    told = figures(goal, 2)[1], *figures(named, 2)
+    assert all(figure in half for half in halves(checkpointing, "winner-regrouped") for figure in told)
 
 
 def goal_is_labelled(axis: Any, goal: float) -> bool:
