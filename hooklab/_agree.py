@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["agree", "as_meant", "shown"]
+__all__ = ["agree", "as_meant", "has_unit", "shown"]
 
 # Of a Chinese keyboard or a web page; NFKC knows the full-width ones.
 SIGNS = str.maketrans(dict.fromkeys("“”„「」『』", '"') | dict.fromkeys("‘’", "'") | {"\N{MINUS SIGN}": "-"})
 BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
 # A number with the word for what is counted. Units that have a size, but for the byte, are no such words.
 COUNTED = re.compile(
-    r"([+-]?[\d.]+|[零一二两三四五六七八九十]) ?(?:[次个遍层倍条行项块种份]|字节|times?|bytes?|rows?|lines?|[x×])?",
+    r"([+-]?[\d.]+|[零一二两三四五六七八九十]) ?"
+    r"(?:[次个遍层倍条行项块种份步]|字节|times?|bytes?|rows?|lines?|steps?|files?|calls?|[x×])?",
     re.IGNORECASE,
 )
+WITH_UNIT = re.compile(r"[+-]?[\d.,]+ ?[^\W\d].*")
 NUMERALS = {word: str(number) for number, word in enumerate("零一二三四五六七八九十")} | {"两": "2"}
 PERCENT = re.compile(r"([+-]?\d+\.?\d*) ?%")
 ANSWERS = {True: ("是", "会", "有", "对", "yes"), False: ("不是", "不会", "没有", "不对", "否", "no")}
@@ -70,6 +72,15 @@ def as_meant(guess: Any, actual: Any) -> Any:
             sign = 1 if first > 0 else -1
             return sign * sum(abs(part) * 1000**power for power, part in enumerate(reversed(guess)))
     return guess
+
+
+def has_unit(guess: Any, actual: Any) -> bool:
+    """True if a number was asked for, and `guess` is one with words that are not understood: "45.42 GB", "2 or 3"."""
+    actual = _plain(actual)
+    if not isinstance(guess, str) or isinstance(actual, bool) or not isinstance(actual, int | float):
+        return False
+    text = _typed(guess)
+    return bool(WITH_UNIT.fullmatch(text)) and not COUNTED.fullmatch(text)
 
 
 def shown(value: Any, *, braces: bool = False) -> str:

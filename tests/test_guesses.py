@@ -42,6 +42,7 @@ ALIVE = [False, False, True, False]  # 31.1
         ("false, false, true, false", ALIVE),
         *[(guess, set()) for guess in ("nothing", "Nothing", "空集", "没有", set())],
         *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x", "2×", "2倍", "2 Times", "两行", "二", "2 rows")],
+        *[(guess, 2) for guess in ("2 files", "2步", "2 steps", "2 calls")],
         *[(guess, 0.5) for guess in ("50%", "50 ％", "1/2")],
         *[(guess, 50) for guess in ("50%", "50")],
         *[(guess, True) for guess in ("是", "会", "对", "Yes", "true")],
@@ -57,7 +58,7 @@ def test_a_right_guess_in_another_dress(guess, actual):
     ("guess", "actual"),
     [
         *[(guess, 1) for guess in ({2}, {1, 2}, [1, 1], [], {}, set(), "{2}", "{1, 2}", True, {True}, "1.5", "1/2", "1/0")],
-        *[(guess, 2) for guess in ("3次", "次", "2 GB", "2 或 3 次", "2 3次", "三", "是", "两三次", "200%")],
+        *[(guess, 2) for guess in ("3次", "次", "3 files", "2 3次", "三", "是", "两三次", "200%")],
         *[(guess, 0.5) for guess in ("5%", "一半次")],
         *[(guess, True) for guess in ("不会", "no", "会不会", "1")],
         ("报错", "none"),
@@ -88,6 +89,31 @@ def test_a_wrong_guess_stays_wrong_in_every_dress(guess, actual):
     assert message.kind == "wrong"
     said, happened = message.en.removeprefix("You said `").split("`; it is `", 1)
     assert not happened.startswith(f"{said}`"), "two equal values are shown"
+
+
+@pytest.mark.parametrize("guess", ["2 GB", "2 或 3 次", "2 or 3", "2,000 bytes", "“2 MB”", "2 个文件"])
+@pytest.mark.parametrize("actual", [2, 2.0, torch.tensor(2)])
+def test_a_number_with_a_unit_is_asked_for_again_and_not_told(guess, actual):
+    message = check.predict("11.1", guess, actual=actual)
+    assert (message.kind, message.reason) == ("wrong", "unit")
+    assert (
+        message.en
+        == f"`{guess}` cannot be read: write the number alone, without a unit, and run this cell again."
+    )
+    assert message.zh == f"读不懂 `{guess}`：这里只要一个数，不带单位。改好以后再运行这一格。"
+
+
+def test_words_are_no_unit():
+    for guess, actual in (
+        ("2 GB", True),
+        ("2 GB", torch.tensor(True)),
+        ("2 GB", [2]),
+        ("2 GB", "3 GB"),
+        ("error", 2),
+        ("2", 3),
+        ("-", 3),
+    ):
+        assert check.predict("11.1", guess, actual=actual).reason == "other"
 
 
 def test_a_set_is_shown_with_its_braces_where_none_was_asked_for():
