@@ -7,8 +7,18 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
+from torch.utils import checkpoint
 
-__all__ = ["CALL", "called_by_itself", "calls", "forget_interrupted", "is_running", "leave", "outermost"]
+__all__ = [
+    "CALL",
+    "called_by_itself",
+    "calls",
+    "forget_interrupted",
+    "is_running",
+    "leave",
+    "may_be_running",
+    "outermost",
+]
 
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
 
@@ -36,6 +46,17 @@ def called_by_itself(module: nn.Module) -> bool:
 def is_running(module: nn.Module) -> bool:
     """True if a call of `module` is running in this thread."""
     return any(frame["self"] is module for frame in calls())
+
+
+def may_be_running(modules: set[nn.Module]) -> bool:
+    """True if a call of one of them is running in this thread, or a checkpoint, which saves its input before it calls."""
+    frame = sys._getframe()
+    while frame is not None:
+        called = frame.f_code is CALL and frame.f_locals["self"] in modules
+        if called or frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def outermost(modules: set[nn.Module]) -> Callable[[], object] | None:

@@ -71,11 +71,13 @@ def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
 
 
 def warn_of_nothing(what: str, model: nn.Module | None) -> None:
-    """At the end of a block in which nothing was saved, though something should have been."""
+    """At the end of a block in which nothing of the model was saved, though something should have been."""
     if model is not None and torch.is_grad_enabled():
-        why = "was the model called there, in this thread, with grad on?"
+        why = "was it called there, in this thread, with grad on?"
         other = "Another such context (Offload, save_on_cpu), opened inside, takes what is saved in it."
-        warnings.warn(f"{what}: nothing was saved for backward by this block: {why} {other}", stacklevel=3)
+        warnings.warn(
+            f"{what}: nothing of the model was saved for backward by this block: {why} {other}", stacklevel=3
+        )
 
 
 def version_probe(tensor: Tensor) -> Tensor:

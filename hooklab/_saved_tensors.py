@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from hooklab import _packing
-from hooklab._calls import calls
+from hooklab._calls import calls, may_be_running
 from hooklab._compiler import eager, refuse_compiling
 from hooklab._containers import first_shape
 from hooklab._nodes import node_name
@@ -69,6 +69,7 @@ class SavedTensors(Sequence[SavedTensor]):
         self._memories: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._open: list[SavedTensors] = []  # while the block is open, itself
+        self._ran = model is None  # the model, as far as can be told
 
     def __reduce__(self) -> Any:
         """What was recorded can be copied and pickled, as a part of a model perhaps; the block stays where it is."""
@@ -159,7 +160,7 @@ class SavedTensors(Sequence[SavedTensor]):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._contexts.close()
-        if kind is None and not self._records:
+        if kind is None and not self._ran:
             _packing.warn_of_nothing("saved_tensors", self._model)
 
     # ---- the hooks ----
@@ -169,6 +170,7 @@ class SavedTensors(Sequence[SavedTensor]):
         module = next((self._names[call["self"]] for call in calls() if call["self"] in self._names), "")
         record = SavedTensor(module, "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
         self._records.append(record)
+        self._ran = self._ran or record.owner not in ("", "parameter") or may_be_running(set(self._names))
         saved = Saved(self._log, record, content)
         # The hooks that are active are ours, or others that pass on to them.
         self._unnamed.append((weakref.ref(saved), record, _packing.outer_hooks()))

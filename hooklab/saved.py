@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab import _packing, _refuse
+from hooklab._calls import may_be_running
 from hooklab._compiler import refuse_compiling
 from hooklab._offload import Packed, Queue
 from hooklab._saved_tensors import SavedTensors, nbytes, owned
@@ -152,7 +153,7 @@ class Offload:
             edited in place, as without `Offload`.
         NotImplementedError: on entry, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
 
-    If nothing was saved in a block with grad on, a warning says so (where `model` is given).
+    If nothing of `model` was saved in a block with grad on, a warning says so.
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
     After an error in backward what is left of the graph stays, in the store too, until this thread runs another
@@ -191,6 +192,7 @@ class Offload:
         self._reaches = getattr(store, "reaches", lambda tensor: True)
         self._queue = Queue(store, keep, prefetch)
         self._own: weakref.WeakSet[Any] = weakref.WeakSet()  # the storages of parameters and buffers
+        self._ran = True  # the model, in this block, as far as can be told
 
     @property
     def moved_bytes(self) -> int:
@@ -213,7 +215,7 @@ class Offload:
         hooks.__enter__()
         self._queue.enter()
         _opened.blocks = *blocks, (self, hooks)
-        self._saved_any = False
+        self._ran = self._model is None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
@@ -222,7 +224,7 @@ class Offload:
         self._queue.leave()
         if kind is None:
             self._queue.make_room()
-            if not self._saved_any:
+            if not self._ran:
                 _packing.warn_of_nothing("Offload", self._model)
 
     def __reduce__(self) -> Any:
@@ -232,9 +234,10 @@ class Offload:
         return f"Offload(moved {self.moved_bytes:,} bytes, kept {self.kept_bytes:,})"
 
     def _pack(self, tensor: Tensor) -> Packed | tuple[Tensor, int]:
-        self._saved_any = True
         storage = tensor.untyped_storage() if _packing.has_memory(tensor) else None
-        if not _packing.is_parameter(tensor) and storage not in self._own:
+        own = storage in self._own
+        self._ran = self._ran or own or may_be_running(set(self._model.modules()))
+        if not own and not _packing.is_parameter(tensor):
             large = storage is not None and storage.nbytes() >= self._min_bytes
             # A signal handler or a finalizer that runs in the middle of a move owns the lock.
             if large and not self._queue.lock._is_owned() and self._reaches(tensor):

@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -1227,11 +1228,60 @@ def test_a_store_without_read_is_refused():
 
 def test_a_model_that_is_not_called_is_announced():
     idle = Offload(nn.Linear(2, 2), to=CountingStore())
-    with pytest.warns(UserWarning, match="nothing was saved for backward by this block"), idle:
+    with pytest.warns(UserWarning, match="nothing of the model was saved for backward by this block"), idle:
         pass
     model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="with grad on"), Offload(model, to=CountingStore()), torch.no_grad():
         model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    "context", [saved_tensors, functools.partial(Offload, to=CountingStore(), min_bytes=0)]
+)
+def test_another_model_and_a_loss_are_not_the_model(context):
+    """As a loss in the block saves something, whichever model was called."""
+    model, other, x = mlp(4, 4), mlp(4, 4), torch.ones(2, 4)
+    with (
+        pytest.warns(UserWarning, match="nothing of the model was saved for backward by this block"),
+        context(model),
+    ):
+        other(x).square().mean()
+    with (
+        pytest.warns(UserWarning, match="in this thread"),
+        context(model),
+        ThreadPoolExecutor() as other_thread,
+    ):
+        other_thread.submit(model, x).result().square()  # the hooks of this thread see the square alone
+
+
+@pytest.mark.parametrize(
+    "context", [saved_tensors, functools.partial(Offload, to=CountingStore(), min_bytes=0)]
+)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, x: model(x),
+        lambda model, x: model[0](x),  # a part of it
+        lambda model, x: model.requires_grad_(False)(x),
+        lambda model, x: checkpoint(model, x, use_reentrant=False),
+        lambda model, x: checkpoint(model, x, use_reentrant=True),
+        lambda model, x: torch.compile(model, backend="eager")(x),
+        lambda model, x: nn.functional.linear(x, model[0].weight),  # not called, but used
+        lambda model, x: torch.func.functional_call(model, dict(mlp(4, 4).named_parameters()), x),
+        lambda model, x: torch.jit.script(model)(x),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_model_that_is_run_in_any_way_is_not_warned_about(context, run):
+    torch._dynamo.reset()
+    x = torch.ones(2, 4, requires_grad=True)
+    model = mlp(4, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*nothing of the model")
+        with context(model):
+            loss = run(model, x).square().mean()
+    loss.backward()
+    assert x.grad is not None
 
 
 def test_a_block_in_which_anything_was_saved_ends_without_a_warning():

@@ -514,7 +514,7 @@ def test_a_block_cannot_be_opened_twice_at_a_time():
 
 def test_a_model_that_is_not_called_is_announced():
     with (
-        pytest.warns(UserWarning, match="nothing was saved for backward by this block"),
+        pytest.warns(UserWarning, match="nothing of the model was saved for backward by this block"),
         saved_tensors(nn.Linear(2, 2)),
     ):
         pass
