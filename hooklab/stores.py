@@ -74,7 +74,10 @@ class Disk:
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
         except OSError as error:
-            what = f"no file can be made in this folder ({error.strerror}); give one that you may write to"
+            advice = "give one that you may write to"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                advice = "let one Disk serve many blocks: to=disk in each, and disk = Disk() once"
+            what = f"no file can be made in this folder ({error.strerror}); {advice}"
             raise OSError(error.errno, f"Disk: {what}", self.folder) from error
         self._process = os.getpid()
         weakref.finalize(self, _close, self._file, self._process)
@@ -99,7 +102,7 @@ class Disk:
             del slot
             if error.errno not in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", None)):
                 raise
-            what = "a file may not grow further" if error.errno == errno.EFBIG else "no room"
+            what = "a file may not grow further (see ulimit -f)" if error.errno == errno.EFBIG else "no room"
             raise OSError(error.errno, self._full(what, flat.nbytes)) from error
         return slot
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from hooklab import Offload, no_leftovers, saved, saved_tensors
 from hooklab._offload import Geometry, Packed
 from hooklab._packing import outer_hooks
+from hooklab.stores import Disk
 
 EVERYTHING = 10**12
 
@@ -932,6 +933,8 @@ def test_with_retain_graph_the_second_backward_reads_ahead_too():
 
 def test_the_inner_context_wins():
     outer, inner, x = CountingStore(), CountingStore(), leaf(10)
+    x.exp().sin().exp().sum().backward()
+    expected, x.grad = x.grad, None
     with Offload(to=outer, min_bytes=0):
         y = x.exp()
         with Offload(to=inner, min_bytes=0):
@@ -940,6 +943,7 @@ def test_the_inner_context_wins():
     assert (outer.written, inner.written) == (80, 40)
     z.sum().backward()
     assert (outer.held, inner.held) == (0, 0)
+    assert torch.equal(x.grad, expected)
 
 
 def test_the_meter_sees_through_to_offload():
@@ -1122,6 +1126,42 @@ def test_what_an_error_in_backward_leaves_goes_with_the_next_backward():
     assert nothing_lies_ready(offload)
 
 
+def test_after_a_forward_that_raises_the_model_can_be_offloaded_again():
+    model, x = mlp(4, 4), torch.ones(2, 4, requires_grad=True)
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        with pytest.raises(error), Offload(model, to=CountingStore()):
+            model(x)
+            raise error
+    with Offload(model, to=CountingStore(), min_bytes=0) as offload:
+        loss = model(x).square().sum()
+    loss.backward()
+    moved, x.grad = x.grad, None
+    model(x).square().sum().backward()
+    assert torch.equal(moved, x.grad)
+    assert offload.moved_bytes > 0
+
+
+def test_10_000_saved_tensors_on_one_disk_from_two_blocks_at_a_time():
+    store, x = Disk(), leaf(16)
+
+    def chain(y):
+        for _ in range(5_000):
+            y = y.sin()
+        return y
+
+    chain(x).sum().backward()
+    expected, x.grad = x.grad, None
+    with Offload(to=store, min_bytes=0) as one:
+        first = chain(x)
+    with Offload(to=store, min_bytes=0) as other:
+        second = chain(x)
+    assert one.moved_bytes == other.moved_bytes == 5_000 * 64
+    for y in (first, second):
+        y.sum().backward()
+        assert torch.equal(x.grad, expected)
+        x.grad = None
+
+
 def test_a_forward_that_raises_leaves_nothing():
     store, x = CountingStore(), leaf(10)
     offload = Offload(to=store, min_bytes=0)
@@ -1200,6 +1240,12 @@ def test_a_store_that_gives_back_something_else_is_refused(given_back, found):
     [
         ({"keep": -1}, ValueError, r"Offload\(keep=-1\): expected 0 or more"),
         ({"prefetch": -1}, ValueError, r"Offload\(prefetch=-1\)"),
+        (
+            {"keep": 1e9},
+            TypeError,
+            r"Offload\(keep=...\): expected a whole number, found float; write keep=1000000000$",
+        ),
+        ({"keep": 1.5}, TypeError, "found float$"),
         ({"min_bytes": 1.5}, TypeError, r"Offload\(min_bytes=...\): expected a whole number, found float"),
         ({"to": "gpu"}, TypeError, r"""expected "cpu", "disk", or a store .* found 'gpu'"""),
         ({"to": object()}, TypeError, "found object without write and read"),

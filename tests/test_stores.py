@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,17 @@ def test_disk_refuses_a_folder_that_it_cannot_write_to(tmp_path):
     assert error.value.errno in (errno.EACCES, errno.ENOENT)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of POSIX")
+def test_too_many_open_files_are_no_matter_of_the_folder(tmp_path, monkeypatch):
+    def too_many(**options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", too_many)
+    with pytest.raises(OSError, match=r"Too many open files.*let one Disk serve many blocks") as error:
+        Disk(tmp_path)
+    assert (error.value.errno, error.value.filename) == (errno.EMFILE, str(tmp_path))
+
+
 def short_and_full(real, room, number=errno.ENOSPC):
     """A `pwrite` on a disk with `room` bytes left: first it writes less than asked, then it fails."""
     left = [room]
@@ -259,7 +271,9 @@ def test_a_full_disk_is_named_with_the_bytes_wanted_and_free(tmp_path, monkeypat
 def test_a_file_that_may_not_grow_further_is_named(tmp_path, monkeypatch):
     store = Disk(tmp_path)
     monkeypatch.setattr(os, "pwrite", short_and_full(os.pwrite, 1000, errno.EFBIG))
-    with pytest.raises(OSError, match=r"a file may not grow further in .*: 4,000 bytes wanted") as error:
+    with pytest.raises(
+        OSError, match=r"a file may not grow further \(see ulimit -f\) in .*: 4,000 bytes wanted"
+    ) as error:
         store.write(torch.ones(1_000))
     assert error.value.errno == errno.EFBIG
     assert str(tmp_path) in str(error.value)
@@ -399,6 +413,31 @@ def test_disk_serves_several_threads():
     assert not wrong
     store._row.join()
     assert end(store._row) == 0
+
+
+def test_one_thread_at_a_time_looks_for_room(monkeypatch):
+    """Two in one row at the same time might be given the same bytes: one waits until the other is done."""
+    store, entered, go_on = Disk(), threading.Event(), threading.Event()
+    take, inside = store._row.take, []
+
+    def slow(nbytes):
+        inside.append(nbytes)
+        assert len(inside) == 1
+        entered.set()
+        go_on.wait(10)
+        inside.clear()
+        return take(nbytes)
+
+    monkeypatch.setattr(store._row, "take", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(store.write, torch.zeros(1))
+        entered.wait(10)
+        second = pool.submit(store.write, torch.ones(1))
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        go_on.set()
+        slots = first.result(10), second.result(10)
+    assert [store.read(slot).item() for slot in slots] == [0, 1]
 
 
 # ---- pinned memory, on a device that is slow and forgets ----
