@@ -160,7 +160,7 @@ class Offload:
     backward, as in plain PyTorch.
     One memory that is saved in two shapes is moved twice. An edit through `.data`, or by NumPy, is not noticed, as by
     autograd itself; and what is saved from that memory once more, while the block is open and the older graph alive,
-    counts as the same. A memory that is emptied while it waits (`untyped_storage().resize_(0)`) is an error.
+    counts as the same. A memory that was saved must not be emptied (`untyped_storage().resize_(0)`), as in plain PyTorch.
     A matrix product with a slice may round otherwise in the last bit: what is read back begins elsewhere in memory.
 
     Example:
@@ -183,6 +183,7 @@ class Offload:
         prefetch: int = 256 * MIB,
         min_bytes: int = MIB,
     ):
+        refuse_compiling("Offload")
         if model is not None:
             _refuse.no_module("Offload", model)
         self._model, store = model, _store(to)
