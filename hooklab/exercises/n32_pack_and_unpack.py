@@ -64,9 +64,10 @@ def _examine_unpacked(got: Any, want: Tensor) -> None:
         )
     if got.dtype != want.dtype:
         refuse(
-            "wrong_dtype",
-            zh=f"打包的是 `{want.dtype}`，解包还回的是 `{got.dtype}`。PyTorch 未必报错，但约定没有守住。",
-            en=f"Packed was `{want.dtype}`, unpacked `{got.dtype}`. PyTorch may raise no error, but the contract is broken.",
+            "wrong_dtype" if want.numel() else "empty_dtype",
+            zh=f"打包的是 `{want.dtype}`，形状 `{list(want.shape)}`，解包还回的是 `{got.dtype}`。PyTorch 未必报错，但约定没有守住。",
+            en=f"Packed was `{want.dtype}`, shape `{list(want.shape)}`, unpacked `{got.dtype}`. PyTorch may raise no error, but the "
+            "contract is broken.",
         )
     if got.shape != want.shape:
         refuse(
@@ -1078,6 +1079,11 @@ def shape_of_the_last():
     return pack_mask, lambda packed: unpack(packed if isinstance(packed, Tensor) else (*packed, last))
 
 
+masks_from_lists = packing_masks(  # `torch.tensor` makes float32 of an empty list
+    _octets, lambda packed: torch.tensor(_mask(packed).flatten().tolist()).view(packed[1])
+)
+
+
 AS_BITS = Exercise(
     "32.D",
     examine_as_bits,
@@ -1089,6 +1095,7 @@ AS_BITS = Exercise(
         ),
         "wrong_values": packing_masks(_without_tail, _with_tail_missing),
         "wrong_dtype": packing_masks(_octets, lambda packed: _mask(packed).to(torch.uint8)),
+        "empty_dtype": masks_from_lists,
         "mask_kept": masks_in_a_list,
         "kept_elsewhere": copied_masks_in_a_list,
         "never_freed": packing_masks(_octets, _mask, others=lambda tensor: tensor),
