@@ -51,11 +51,15 @@ class _Watched:
         self.unpacks += 1
         want, packed = kept
         got = self.inner_unpack(packed)
-        _examine_unpacked(got, want)
+        _examine_unpacked(got, want, self.other_precision(packed))
         return got
 
+    def other_precision(self, packed: Any) -> str:
+        """The floating dtype of what was packed, where it is not the one that the exercise asks for."""
+        return ""
 
-def _examine_unpacked(got: Any, want: Tensor) -> None:
+
+def _examine_unpacked(got: Any, want: Tensor, other_precision: str = "") -> None:
     if not isinstance(got, Tensor):
         refuse(
             "not_a_tensor",
@@ -78,6 +82,14 @@ def _examine_unpacked(got: Any, want: Tensor) -> None:
     if not torch.equal(_bits(got), _bits(want)):
         at = int(torch.ne(_bits(got), _bits(want)).nonzero()[0]) // want.itemsize
         found, wanted = (one.detach().reshape(-1)[at].item() for one in (got, want))
+        if other_precision and want.dtype == torch.float32:
+            refuse(
+                "other_precision",
+                zh=f"一个 `{want.dtype}`、形状 `{list(want.shape)}` 的张量，打包时存成了 `{other_precision}`，题目要的不是它。"
+                f"第 {at} 个元素应当是 `{wanted}`，得到的是 `{found}`。",
+                en=f"A tensor of `{want.dtype}`, shape `{list(want.shape)}`, is kept as `{other_precision}`, which is not what the exercise "
+                f"asks for. Element {at} should be `{wanted}`, found `{found}`.",
+            )
         refuse(
             "wrong_values" if want.dtype in (torch.float32, torch.bool) else "changed_others",
             zh=f"一个 `{want.dtype}`、形状 `{list(want.shape)}` 的张量，解包之后数值不对。第 {at} 个元素应当是 "
@@ -758,6 +770,11 @@ class _Halving(_Watched):
         own = _place(tensor) in self.params | set(self.buffers)
         return tensor.clone() if own or tensor.dtype != torch.float32 else tensor.bfloat16().float()
 
+    def other_precision(self, packed: Any) -> str:
+        dtypes = {str(getattr(part, "dtype", "")) for part in within(packed)}  # also of numpy
+        floats = sorted(dtype for dtype in dtypes if "float" in dtype)
+        return "" if {"torch.bfloat16", "torch.float32"} & set(floats) else ", ".join(floats)
+
     def examine(self, tensor: Tensor, packed: Any) -> None:
         place, kept = _place(tensor), [part for part in within(packed) if isinstance(part, Tensor)]
         if place in self.params | set(self.buffers) and any(_place(one) != place for one in kept):
@@ -870,6 +887,17 @@ def halving_until_unpacked(model):
     return pack_key, lambda key: unpack(kept.pop(key))
 
 
+def halving_by_cutting(model):
+    """Keeps the upper half of the bits, without rounding."""
+
+    def pack(tensor):
+        if _in_model(tensor, model):
+            return tensor.detach(), tensor.dtype
+        return tensor.contiguous().view(torch.bfloat16)[..., 1::2].clone(), tensor.dtype
+
+    return pack, lambda packed: packed[0].to(packed[1])
+
+
 HALF_PRECISION = Exercise(
     "32.C",
     examine_half_precision,
@@ -892,7 +920,8 @@ HALF_PRECISION = Exercise(
         ),
         "wrong_dtype": halving_without_dtype,
         "not_halved": halving(lambda tensor, model: _in_model(tensor, model) or tensor.requires_grad),
-        "wrong_values": halving(_in_model, to=torch.float16),
+        "wrong_values": halving_by_cutting,
+        "other_precision": halving(_in_model, to=torch.float16),
         "never_freed": halving(_in_model, others=lambda tensor: tensor),
         "latest_call": halving_the_latest,
         "unpacked_once": emptied(half_precision),
