@@ -235,13 +235,23 @@ def _train(run, seed, *, grad=True, draw_between=False):
 
 
 def examine_faithful(answer):
-    block, x = _new(dropout=True)
-    torch.manual_seed(1)
-    y = _called(answer, block, x)
-    torch.manual_seed(1)
-    _examine_output(y, block(x).detach())
-    block.runs.pop()
-    _examine_checkpointed(block)
+    for dropout in (False, True):
+        block, x = _new(dropout=dropout)
+        torch.manual_seed(1)
+        y = _called(answer, block, x)
+        torch.manual_seed(1)
+        want = block(x).detach()
+        block.runs.pop()
+        if dropout and isinstance(y, Tensor) and y.shape == want.shape and not torch.allclose(y, want):
+            refuse(
+                "other_numbers",
+                zh="`block` 里没有 dropout，返回值是对的；有了 dropout，就和普通训练不同：第一遍前向抽到的，已经不是普通训练会抽到的那些"
+                "随机数。抽之前，谁动过随机数的状态？",
+                en="With no dropout in `block`, what is returned is right; with dropout it differs from plain training: the first forward no "
+                "longer draws the random numbers that plain training draws. What has touched the random state before that?",
+            )
+        _examine_output(y, want)
+        _examine_checkpointed(block)
     for seed, grad in ((1, True), (2, True), (3, False)):
         want = _train(lambda block, x: block(x), seed, grad=grad, draw_between=True)
         got = _train(answer, seed, grad=grad, draw_between=True)
@@ -450,7 +460,8 @@ FAITHFUL = Exercise(
         "leaked": leaks,
         "no_gradient": reentrant,
         "mixed_up": one_state_for_all,
-        "wrong_values": seeds_both,
+        "wrong_values": lambda block, x: faithful(block, faithful(block, x)),
+        "other_numbers": seeds_both,
         "same_mask": seeds_again,
         "nothing_saved": faithful_keeps,
         "recomputed_often": recomputes_each_time,
