@@ -518,6 +518,13 @@ NETWORKS = [
 
 def examine_cheapest(answer):
     for network in NETWORKS:
+        asked = []  # peak and work of each plan that the answer has asked about
+
+        def count(plan, network=network, asked=asked):
+            cost = network(plan)
+            asked.append(cost[1:])
+            return cost
+
         stock = network({})[1]
         peaks = sorted(
             {
@@ -534,7 +541,7 @@ def examine_cheapest(answer):
             peaks[0],
         ):
             try:
-                plan = answer(network, dict(network.layers), budget)
+                plan = answer(count, dict(network.layers), budget)
             except ValueError as error:
                 best = cheapest(network, network.layers, budget)
                 refuse(
@@ -543,9 +550,9 @@ def examine_cheapest(answer):
                     en=f"For the layers `{network.layers}` and a budget of {budget} bytes `{best}` fits, yet raised was `{said(error)}`: is "
                     "every size tried, from 1 to the number of blocks?",
                 )
-            _examine_plan(network, budget, plan)
+            _examine_plan(network, budget, plan, asked)
         try:
-            got = answer(network, dict(network.layers), peaks[0] - 1)
+            got = answer(count, dict(network.layers), peaks[0] - 1)
         except ValueError:
             continue
         except Exception as error:
@@ -561,7 +568,7 @@ def examine_cheapest(answer):
         )
 
 
-def _examine_plan(network, budget, plan):
+def _examine_plan(network, budget, plan, asked):
     if not isinstance(plan, dict):
         refuse(
             "wrong_type",
@@ -591,18 +598,40 @@ def _examine_plan(network, budget, plan):
             en=f"The budget is {budget} bytes, and your plan `{plan}` has a peak of {peak}."
             + (" `held` is not the peak." if held <= budget else ""),
         )
+    if (work, peak) == (best_work, best_peak):
+        return
+    if network(best)[1:] not in asked:
+        refuse(
+            "never_asked",
+            zh=f"层是 `{network.layers}`、预算 {budget} 字节时，`{best}` 也放得下，比你的方案 `{plan}` 更好，你却没有问过 `count`："
+            "每一层不做检查点，还有从 1 到块数的每种大小，都试了吗？",
+            en=f"For the layers `{network.layers}` and a budget of {budget} bytes `{best}` fits too and is better than your plan `{plan}`, "
+            "yet `count` was never asked about it: is each layer tried without checkpoints, and with every size from 1 to the number of "
+            "blocks?",
+        )
+    if (
+        peak < best_peak == budget
+        and network(plan)[1:] == network(cheapest(network, network.layers, budget - 1))[1:]
+    ):
+        refuse(
+            "exact_budget",
+            zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}；有的方案只要重算 {best_work}，峰值正好等于预算。它放得下吗？",
+            en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}; another recomputes {best_work}, with a peak that is "
+            "exactly the budget. Does it fit?",
+        )
     if work > best_work:
         refuse(
             "too_much_work",
-            zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}；有的方案也放得下，只要重算 {best_work}。",
-            en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}; another fits too and recomputes {best_work}.",
+            zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}，峰值是 {peak}；有的方案也放得下，峰值是 {best_peak}，只要重算 {best_work}。",
+            en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}, with a peak of {peak}; another fits too, with a peak of "
+            f"{best_peak}, and recomputes {best_work}.",
         )
-    if peak > best_peak:
-        refuse(
-            "higher_peak",
-            zh=f"重算的已经最少；但同样的重算量，峰值可以比 {peak} 更低。",
-            en=f"The work is the least; but for the same work there is a peak lower than {peak}.",
-        )
+    refuse(
+        "higher_peak",
+        zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}，已经最少；但同样的重算量，峰值可以比 {peak} 更低。",
+        en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}, which is the least; but for the same work there is a peak "
+        f"lower than {peak}.",
+    )
 
 
 def _chosen(
@@ -654,6 +683,8 @@ CHEAPEST = Exercise(
         "over_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[0] <= budget),
         "too_much_work": _chosen(lambda cost: cost[1:]),
         "higher_peak": _chosen(lambda cost: cost[2]),
+        "exact_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[1] < budget),
+        "never_asked": _chosen(lambda cost: cost[:0:-1], sizes=range),
         "unfit": _chosen(lambda cost: cost[:0:-1], keep_zero=True),
         "no_error": returns_none,
         "gave_up": _chosen(
