@@ -3,7 +3,7 @@
 import gc
 import itertools
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from numbers import Integral
 from types import SimpleNamespace
 
@@ -737,13 +737,17 @@ def examine_frugal(answer):
     for linear in block.linears:  # backward comes to the last one first
         linear.bias.register_post_accumulate_grad_hook(lambda param: alive.append(block.alive(-1)))
     loss = y.square().sum()
-    loss.backward(retain_graph=True)
     wrong = {
         "zh": "梯度与没有检查点时不同：反向拿到的是别的张量。反向从后往前取，你的序号还对得上吗？",
         "en": "The gradients differ from those without a checkpoint: backward was given other tensors. It asks from the back to the "
         "front; do your numbers still fit?",
     }
-    _examine_gradients(_gradients(block, x), true, "wrong_gradients", **wrong)
+    try:
+        loss.backward(retain_graph=True)
+        _examine_gradients(_gradients(block, x), true, "wrong_gradients", **wrong)
+    except Exception:
+        _examine_handed_out(answer)
+        raise
     _examine_runs(block, 2)
     if alive[2]:
         refuse(
@@ -761,7 +765,15 @@ def examine_frugal(answer):
         )
     for tensor in (*block.parameters(), x):
         tensor.grad = None
-    loss.backward()
+    try:
+        loss.backward()
+    except Exception as error:
+        refuse(
+            "second_raised",
+            zh=f"第一次反向没有问题；`retain_graph=True` 之后的第二次反向，抛出了 `{said(error)[:120]}`。第一次已经交出去的，它还会再要。",
+            en=f"The first backward is fine; the second, after `retain_graph=True`, raised `{said(error)[:120]}`. It asks again for what "
+            "the first was given.",
+        )
     _examine_gradients(
         _gradients(block, x),
         true,
@@ -778,6 +790,48 @@ def examine_frugal(answer):
     _examine_by_hand(answer, dropout=False)
 
 
+class _Compared(_Block):
+    """Notes the first tensor that backward is handed in another shape than was saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.other = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hooks = outer_hooks()
+        if self.runs or hooks is None:
+            return super().forward(x)
+        (pack, unpack), number = hooks, itertools.count()
+
+        def unpack_compared(kept):
+            index, shape, packed = kept
+            got = unpack(packed)
+            self.asked += 1
+            found = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+            if self.other is None and found != shape:
+                self.other = self.asked, index, shape, found
+            return got
+
+        with saved_tensors_hooks(lambda t: (next(number), tuple(t.shape), pack(t)), unpack_compared):
+            return super().forward(x)
+
+
+def _examine_handed_out(answer):
+    """The first backward has failed, or its gradients are wrong: was it handed another tensor?"""
+    block, x = _Compared(), torch.randn(5, 4, requires_grad=True)
+    with suppress(Exception):
+        _called(answer, block, x).square().sum().backward()
+    if block.other:
+        asked, index, shape, found = block.other
+        refuse(
+            "other_shape",
+            zh=f"第一次反向的第 {asked} 次解包，要的是打包时的第 {index} 个（从 0 数起），形状 `{shape}`；交出去的却是 `{found}`。`unpack` "
+            "收到的参数说的是哪一个？",
+            en=f"At unpacking number {asked} of the first backward the one packed as number {index} (counted from 0) is wanted, of the "
+            f"shape `{shape}`; handed out was `{found}`. Which one does the argument of `unpack` name?",
+        )
+
+
 def _examine_next(answer):
     """A backward has taken a part of what was recomputed; then comes another block."""
     first, x = _new()
@@ -786,7 +840,7 @@ def _examine_next(answer):
     want = torch.autograd.grad(block(x).sum(), list(block.parameters()))
     try:
         got = torch.autograd.grad(answer(block, x).sum(), list(block.parameters()))
-    except (LookupError, RuntimeError):
+    except (LookupError, RuntimeError, TypeError):
         got = []
     if not got or not all(map(torch.equal, got, want)):
         refuse(
@@ -806,7 +860,7 @@ def _examine_partial(answer, true):
     try:
         loss.backward()
         found = _gradients(block, x)
-    except (LookupError, RuntimeError):
+    except (LookupError, RuntimeError, TypeError):
         found = []
     if len(found) != len(true) or not all(map(torch.equal, found, true)):
         refuse(
@@ -832,6 +886,22 @@ def _frugal_list(take):
             return block(x)
 
     return answer
+
+
+def never_again(block, x):
+    again, done, number = {}, [], itertools.count()
+
+    def unpack(index):
+        if not done:
+            done.append(True)
+            fresh = itertools.count()
+            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
+            with torch.enable_grad(), collect:
+                block(x)
+        return again.pop(index)
+
+    with saved_tensors_hooks(lambda t: next(number), unpack):
+        return block(x)
 
 
 def frees_at_the_end(block, x):
@@ -919,6 +989,8 @@ FRUGAL = Exercise(
         "mixed_up": the_last_block,
         "leaked": frugal_with_graphs,
         "raised": _frugal_list(lambda again, index: again.pop(index)),
+        "other_shape": _frugal_list(lambda again, index: again.pop()),
+        "second_raised": never_again,
         "recomputed_often": recomputes_each_time,
         "partial_backward": frugal_if_empty,
         "left_from_before": frugal_in_a_global,
