@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._packing import outer_hooks
+from hooklab._reachable import within
 from hooklab.exercises.check import Exercise, Prediction, Refused, expect_like, refuse, said
 
 HOOKS = Prediction(
@@ -1112,6 +1113,45 @@ def examine_buffers(answer):
     for count in (1, 2):
         _examine_step("`persistent=False`", _Centred, count, answer)
     _examine_two_backwards(answer)
+    _examine_errors(answer)
+
+
+_ERROR = "ValueError: data server gone"
+
+
+def _examine_errors(answer):
+    """An error of the block has to come out of the contexts, in forward and while recomputing."""
+    block, x = _normed(), torch.randn(6, 4)
+    arrived = _arrived(answer(block)[0])
+    if arrived != _ERROR:
+        refuse(
+            "forward_error",
+            zh=f"`block` 前向时一旦自己抛出 `{_ERROR}`，从第一个上下文出来的却是 `{arrived}`。它的 `__exit__` 返回了什么，或者哪个 `except` 接住了它？",
+            en=f"If `block` raises `{_ERROR}` of its own in forward, what comes out of the first context is `{arrived}`. What does its "
+            "`__exit__` return, or which `except` has caught it?",
+        )
+    first, second = answer(block)
+    with first:
+        block(x)
+    arrived = _arrived(second)
+    if arrived != _ERROR:
+        refuse(
+            "recompute_error",
+            zh=f"`block` 重算时一旦自己抛出 `{_ERROR}`，从第二个上下文出来的却是 `{arrived}`，真正的原因就没人看得到了。"
+            "它的 `__exit__` 返回了什么，或者哪个 `except` 接住了它？",
+            en=f"If `block` raises `{_ERROR}` of its own while recomputing, what comes out of the second context is `{arrived}`, and the "
+            "cause is lost. What does its `__exit__` return, or which `except` has caught it?",
+        )
+
+
+def _arrived(context):
+    """What comes out of the context when an error is raised in it."""
+    try:
+        with context:
+            raise ValueError("data server gone")
+    except Exception as error:
+        return said(error)
+    return "None"
 
 
 def _examine_two_backwards(answer):
@@ -1139,6 +1179,9 @@ def _examine_step(name, make, count, answer):
     got = _forwards_then_backward(make, count, answer)
     where_zh = f"{name}，{count} 次前向之后反向"
     where_en = f"{name}, backward after {count} {'forward' if count == 1 else 'forwards'}"
+    right = all(map(_close, got.gradients, want.gradients)) and _same(got.buffers, want.buffers)
+    if not right and _same(got.middle, want.middle) and not _same(got.buffers, got.before):
+        _examine_copies(answer, where_zh, where_en)
     if not _same(got.middle, want.middle):
         refuse(
             "forward_changed",
@@ -1172,6 +1215,51 @@ def _examine_step(name, make, count, answer):
             "settings_changed",
             zh=f"{where_zh}：缓冲区和梯度都对，但模块的训练模式或动量被改掉了。",
             en=f"{where_en}: buffers and gradients are right, but the mode or the momentum of a module has been changed.",
+        )
+
+
+def _close(left, right):
+    return left is not None and torch.allclose(left, right)
+
+
+def _examine_copies(answer, where_zh, where_en):
+    """Something is wrong: are the values that were kept the buffers themselves?"""
+    block, x = _normed(), torch.randn(6, 4)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+    buffers = {buffer.untyped_storage().data_ptr() for buffer in block.buffers()}
+
+    def kept():
+        """The memories that the contexts hold."""
+        methods = [value for context in pair for value in vars(type(context)).values()]
+        held = [one for one in within([pair, methods]) if isinstance(one, Tensor)]
+        return {tensor.untyped_storage().data_ptr() for tensor in held}
+
+    def versions():
+        return [buffer._version for buffer in block.buffers()]
+
+    try:
+        pair = answer(block)
+        with pair[0]:
+            block(x)
+        start, before = kept(), versions()
+        with pair[1]:
+            now, inside = kept(), versions()
+        after = versions()
+    except Exception:
+        return
+    if before != inside and start <= own and len(start & buffers) > 1:
+        refuse(
+            "start_not_copied",
+            zh=f"{where_zh}：结果与普通训练不同。记下来作起点的那些值，缓冲区一变就跟着变：它们是副本吗？",
+            en=f"{where_en}: the result differs from plain training. The values that were kept to start from change together with the "
+            "buffers: are they copies?",
+        )
+    if inside != after and now - start <= own and len(now & buffers - start) > 1:
+        refuse(
+            "now_not_copied",
+            zh=f"{where_zh}：结果与普通训练不同。进入第二个上下文时记下、准备放回去的那些值，缓冲区一变就跟着变：它们是副本吗？",
+            en=f"{where_en}: the result differs from plain training. The values that the second context keeps on entering, to put them "
+            "back, change together with the buffers: are they copies?",
         )
 
 
@@ -1285,6 +1373,33 @@ def _swapped(block):
     return second, first
 
 
+def _keeping(start=_copies, now=_copies, *, swallow=(False, False)):
+    """A wrong answer: keeps other values, or swallows errors."""
+
+    def answer(block):
+        found = {}
+
+        class First:
+            def __enter__(self):
+                found.update(start(block))
+
+            def __exit__(self, *exc_info):
+                return swallow[0]
+
+        class Second:
+            def __enter__(self):
+                self.now = now(block)
+                _put(block, found)
+
+            def __exit__(self, *exc_info):
+                _put(block, self.now)
+                return swallow[1]
+
+        return First(), Second()
+
+    return answer
+
+
 BUFFERS = Exercise(
     "35.D",
     examine_buffers,
@@ -1295,6 +1410,10 @@ BUFFERS = Exercise(
         "never_updated": _puts_found_back,
         "forward_changed": _restores_both,
         "settings_changed": _momentum_zero,
+        "start_not_copied": _keeping(start=nn.Module.state_dict, now=nn.Module.state_dict),
+        "now_not_copied": _keeping(now=nn.Module.state_dict),
+        "forward_error": _keeping(swallow=(True, False)),
+        "recompute_error": _keeping(swallow=(False, True)),
         "one_backward": _entered_once,
         "no_pair": lambda block: buffers_once(block)[1],
         "no_contexts": lambda block: (_note, _put),
