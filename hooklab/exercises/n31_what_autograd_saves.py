@@ -2,14 +2,18 @@
 
 import weakref
 from collections import Counter, OrderedDict
+from contextlib import contextmanager, suppress
+from functools import wraps
 from numbers import Integral
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from hooklab._packing import outer_hooks
+from hooklab._packing import hold, outer_hooks, unhold
 from hooklab.census import hooks_on
 from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before
 from hooklab.saved import saved_tensors
@@ -910,6 +914,27 @@ def _large_bytes(function):
     return value, arguments, sum(sizes.values())
 
 
+@contextmanager
+def _noting_saves():
+    """The memories that are saved meanwhile, also those that go to hooks of a checkpoint's own."""
+    storages = []  # held: no other memory comes to lie in their place
+    enter = saved_tensors_hooks.__enter__
+
+    def entering(hooks):
+        pack = hooks.pack_hook
+
+        @wraps(pack)  # with the marks by which a checkpoint knows its own
+        def noting(tensor):
+            storages.append(tensor.untyped_storage())
+            return pack(tensor)
+
+        hooks.pack_hook = noting
+        return enter(hooks)
+
+    with patch.object(saved_tensors_hooks, "__enter__", entering), saved_tensors_hooks(hold, unhold):
+        yield storages
+
+
 def examine_lean(answer):
     want, wanted_from, most = _large_bytes(wasteful)
     got, arguments, held = _large_bytes(answer)
@@ -935,7 +960,8 @@ def examine_lean(answer):
         )
     weight = torch.linspace(0.5, 1.5, 10_000, dtype=torch.float64)
     (want * weight).sum().backward()
-    (got * weight).sum().backward()
+    loss = (got * weight).sum()
+    loss.backward(retain_graph=True)
     for name, tensor, wanted in zip(("x", "gain", "scale"), arguments, wanted_from, strict=True):
         if tensor.grad is None:
             refuse(
@@ -962,9 +988,24 @@ def examine_lean(answer):
     if held > most / 2:
         refuse(
             f"still_{held // size}",
-            zh=f"数值和梯度都对，存的却相当于 {held / size:g} 个 `x`，原来是 {most // size} 个。用 `.table()` 看看是谁。",
+            zh=f"数值和梯度都对，存的却相当于 {held / size:g} 个 `x`，原来是 {most // size} 个。`with saved_tensors() as saved: lean(...)` 之后，看 `saved.table()` 里是谁存的。",
             en=f"Values and gradients are right, but as much as {held / size:g} times `x` is saved; it was {most // size}. "
-            "`.table()` shows by whom.",
+            "After `with saved_tensors() as saved: lean(...)`, `saved.table()` shows by whom.",
+        )
+    with (
+        _noting_saves() as storages,
+        suppress(Exception),
+    ):  # torch.func's transforms refuse to run beside hooks
+        loss.backward()
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() >= SMALL}
+    if (again := sum(sizes.values())) > most / 2:
+        refuse(
+            "saved_again",
+            zh=f"数值和梯度都对，前向存的也少，可是反向又带着计算图把前向重算了一遍，这时存下的相当于 {again / size:g} 个 `x`，"
+            f"原来是 {most // size} 个：只是推迟，没有减半。重算是 35 的办法，这一题用不着。",
+            en="Values and gradients are right, and forward saves little, but backward runs forward again, with a graph, and then as much "
+            f"as {again / size:g} times `x` is saved; it was {most // size}: put off, not halved. Computing again is the way "
+            "of 35; here you can do without.",
         )
 
 
@@ -996,6 +1037,7 @@ LEAN = Exercise(
         "still_4": wasteful,
         "rounded": _half_precision,
         "still_3": lambda x, gain, scale: F.softplus(gain * x * scale),
+        "saved_again": lambda *given: checkpoint(wasteful, *given, use_reentrant=False),
         "out_of_sight": lambda x, gain, scale: _OnCtx.apply(x, gain, scale),
         "no_graph": lambda x, gain, scale: torch.no_grad()(lean)(x, gain, scale),
         "no_gradient_x": lambda x, gain, scale: lean(x.detach(), gain, scale),
@@ -1009,8 +1051,8 @@ LEAN = Exercise(
         ),
         "returned_nothing": lambda x, gain, scale: print(end=str(lean(x, gain, scale))[:0]),
     },
-    zh="先乘小的，再乘大的；一次调用代替几次。数值不变，内存减半。",
-    en="Multiply what is small first, and make one call of several: the same values in half the memory.",
+    zh="数值不变，内存至多一半。最短的写法：先乘小的，再乘大的；一次调用代替几次。",
+    en="The same values in at most half the memory. The shortest way: multiply what is small first, and make one call of several.",
 )
 
 CHECKS = [
