@@ -11,6 +11,7 @@ import tempfile
 import uuid
 import weakref
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from functools import cache, partial
 from inspect import isfunction
 from pathlib import Path
@@ -910,6 +911,8 @@ def noisy(output):
         ("22.B", norms_by_numpy),
         ("32.C", halved_in_numpy),
         ("32.D", partial(masks_in_a_closure, packed_too=True)),
+        ("33.A", lambda *given: torch.tensor(n33.step_seconds(*given))),
+        ("33.A", lambda *given: Fraction(n33.step_seconds(*given))),
         ("33.C", partial(zeros_left_out, in_slots=False)),
         ("33.C", partial(zeros_left_out, in_slots=True)),
         ("33.C", Compressed),
@@ -918,8 +921,8 @@ def noisy(output):
         ("35.B", sizes_beyond_the_layer),
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
-         "22.B-numpy", "32.C-numpy", "32.D-closure", "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder",
-         "35.B-beyond"],
+         "22.B-numpy", "32.C-numpy", "32.D-closure", "33.A-tensor", "33.A-fraction",
+         "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)

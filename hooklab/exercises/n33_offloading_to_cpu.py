@@ -8,7 +8,9 @@ import sys
 import weakref
 from contextlib import nullcontext
 from copy import deepcopy
+from decimal import Decimal
 from functools import cache
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +52,15 @@ def examine_step_seconds(answer):
 
 
 def _number(got):
-    if isinstance(got, bool) or not isinstance(got, int | float):
+    # A tensor or an array without dimensions is one number, of the kind that `item()` gives.
+    number = got.item() if getattr(got, "shape", None) == () and not getattr(got, "is_meta", False) else got
+    if isinstance(number, bool) or not isinstance(number, Real | Decimal):
         refuse(
             "no_number",
             zh=f"应当返回一个数（秒），得到的是 `{type(got).__name__}`。",
             en=f"A number of seconds is wanted; found `{type(got).__name__}`.",
         )
-    return float(got)
+    return float(number)
 
 
 def _examine_serial(got):
