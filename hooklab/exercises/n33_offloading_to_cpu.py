@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab._packing import outer_hooks
-from hooklab.exercises.check import Exercise, Prediction, refuse, said, within
+from hooklab.exercises.check import Exercise, Prediction, Refused, refuse, said, within
 from hooklab.saved import Offload
 
 # ---- 33.A: bytes over bandwidth ----
@@ -694,11 +694,13 @@ def examine_zeros_store(answer):
             "Only read it.",
         )
     source.fill_(7)  # what the memory is used for next
-    _examine_back(store.read(slot), content, "half", source)
+    _examine_back(_read(store, slot, content), content, "half", source)
+    _examine_second_read(store, slot, content)
     _examine_two(store, slot, content, torch.tensor([0.0, 1.0, 2.0]))
     del slot
-    one, other = (store.write(torch.tensor([0.0, number])) for number in (1.0, 2.0))
-    got = store.read(one)
+    pair = [torch.tensor([0.0, number]) for number in (1.0, 2.0)]
+    one, other = map(store.write, pair)
+    got = _read(store, one, pair[0])
     store.read(other)
     if got[1] == 2:
         refuse(
@@ -711,6 +713,46 @@ def examine_zeros_store(answer):
     _examine_size(answer(), content)
     _examine_others(store)
     _examine_two(store, store.write(content), content, torch.tensor([0, 3]))
+
+
+def _read(store, slot, written):
+    try:
+        return store.read(slot)
+    except RuntimeError as error:
+        if "bool" in str(error).lower() and _has_mask_of_bytes((store, slot), written):
+            refuse(
+                "mask_of_bytes",
+                zh=f"`read` 抛出了 `{said(error)}`，根源却在 `write`：它留下的掩码是 `uint8`。`uint8` 张量的 `any()` 还是 `uint8`，"
+                "掩码应当是 `bool`。",
+                en=f"`read` raised `{said(error)}`, but it begins in `write`: the mask that it leaves is `uint8`. `any()` of a `uint8` "
+                "tensor is `uint8` again; a mask should be `bool`.",
+            )
+        raise
+
+
+def _has_mask_of_bytes(held, written):
+    """Whether one of two values for each element is among what is held, in `uint8`."""
+    return any(
+        isinstance(part, Tensor)
+        and part.dtype == torch.uint8
+        and part.numel() == len(written)
+        and len(part.unique()) <= 2
+        for part in within(held)
+    )
+
+
+def _examine_second_read(store, slot, content):
+    try:
+        same = torch.equal(store.read(slot), content)
+    except Exception:
+        same = False
+    if not same:
+        refuse(
+            "read_once",
+            zh="同一个 `slot`，第一遍读得对，第二遍就读不回来了。反向可能再读一遍（`retain_graph=True`）：`read` 不能改动 `slot`。",
+            en="Of one `slot` the first reading is right, and at the second the content is gone. Backward may read it once more "
+            "(`retain_graph=True`): `read` has to leave the `slot` as it is.",
+        )
 
 
 def _examine_back(got, want, which, source):
@@ -863,7 +905,9 @@ def _examine_others(store):
         try:
             slot = store.write(source)
             source.fill_(7)
-            got = store.read(slot)
+            got = _read(store, slot, tensor)
+        except Refused:
+            raise
         except Exception as error:
             refuse(
                 "other_dtypes",
@@ -959,6 +1003,17 @@ def in_a_global():
     return Store()
 
 
+def consumed():
+    class Store:
+        def write(self, tensor):
+            return [(_bits(tensor), tensor[_bits(tensor)])]
+
+        def read(self, slot):
+            return _fill(*slot.pop())
+
+    return Store()
+
+
 ZEROS = Exercise(
     "33.C",
     examine_zeros_store,
@@ -979,6 +1034,11 @@ ZEROS = Exercise(
             lambda tensor: (tensor > 0, tensor[tensor > 0]), lambda slot: _fill(slot[0], slot[1])
         ),
         "one_slot": one_slot,
+        "read_once": consumed,
+        "mask_of_bytes": _store(
+            lambda tensor: (tensor.view(torch.uint8).view(len(tensor), -1).any(1), tensor[_bits(tensor)]),
+            lambda slot: slot[1][(slot[0].cumsum(0) - 1).clamp(min=0)].masked_fill(1 - slot[0], 0),
+        ),
         "not_zeros": _store(
             lambda tensor: (_bits(tensor), tensor[_bits(tensor)]),
             lambda slot: slot[1].new_ones(len(slot[0])).masked_scatter(*slot),
