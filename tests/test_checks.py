@@ -1,6 +1,7 @@
 """Every check passes its own solution and refuses every wrong answer for the reason it names."""
 
 import ast
+import gc
 import html
 import io
 import itertools
@@ -766,6 +767,28 @@ def misreads(folder):
     return pack, lambda file: unpack(file).view(7)
 
 
+def deleting_themselves(keep=lambda file: None, load=lambda saved: saved):
+    """34.A with files that take their folder to be there, and one thing changed."""
+
+    def answer(folder):
+        class File:
+            def __init__(self, saved):
+                self.path = Path(folder, str(uuid.uuid4()))
+                torch.save(saved.detach().clone(), self.path)
+                keep(self)
+
+            def __del__(self):
+                self.path.unlink()
+
+        return File, lambda file: load(torch.load(file.path, weights_only=True))
+
+    return answer
+
+
+def files_in_a_list(folder):
+    return deleting_themselves(keep=[].append)(folder)
+
+
 def small_pairs(pack, unpack, least):
     """Takes every pair that ends in a number for its own."""
 
@@ -1331,6 +1354,7 @@ def counting_all(model, make_optimizer, count):
         ("33.C", signs_of_real_numbers, "lost_sign"),
         ("34.A", misreads, "raised"),
         ("34.A", copies_kept, "copy_in_memory"),
+        ("34.A", files_in_a_list, "leaked"),
         ("34.C", n34._safe(lambda saved, least: saved.nbytes >= 4 * least), "other_threshold"),
         (
             "34.C",
@@ -1359,6 +1383,16 @@ def test_a_store_that_frees_nothing_is_called_so_also_where_every_address_comes_
 
     message = check.exercise("34.B", n34._byte_store(key=lowest_free, drop=lambda held, slot: None))
     assert (message.kind, message.reason) == ("wrong", "never_freed"), message
+
+
+@pytest.mark.parametrize("answer", [files_in_a_list, deleting_themselves(load=lambda saved: saved.view(7))])
+def test_the_folder_of_a_check_goes_after_the_files_of_a_refused_answer(answer, monkeypatch):
+    """An error in `__del__` would be printed above the message."""
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    assert check.exercise("34.A", answer).kind == "wrong"
+    gc.collect()
+    assert not ignored
 
 
 @pytest.mark.parametrize("item", [item for item in EXERCISES if isfunction(item.solution)], ids=by_id)

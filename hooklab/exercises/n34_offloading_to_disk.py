@@ -4,10 +4,11 @@ import gc
 import io
 import os
 import tempfile
+import traceback
 import uuid
 import weakref
 from collections.abc import MutableMapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from threading import Thread
 from unittest.mock import patch
@@ -87,8 +88,8 @@ def examine_disk_hooks(answer):
         for name in OTHERS:
             with open(os.path.join(folder, name), "w") as other:
                 other.write("somebody else's")
-        _examine_files(answer, folder)
-        gc.collect()
+        with _files_go_first():
+            _examine_files(answer, folder)
         if left := _open_in(folder):
             refuse(
                 "left_open",
@@ -96,6 +97,21 @@ def examine_disk_hooks(answer):
                 en=f"After all that was packed has been released, {left} more file descriptors are open than before: the one that "
                 "`mkstemp` returns is yours to close.",
             )
+
+
+@contextmanager
+def _files_go_first():
+    """At the end whatever is still packed goes, also after an error, whose frames hold it; so may its folder then."""
+    try:
+        yield
+    except Exception as error:
+        one = error
+        while one is not None:  # and the errors that led to it
+            traceback.clear_frames(one.__traceback__)
+            one = one.__cause__ or one.__context__
+        raise
+    finally:
+        gc.collect()
 
 
 DESCRIPTORS = "/proc/self/fd"  # on Linux
@@ -153,8 +169,9 @@ def _examine_files(answer, folder):
     if left := len(_files(folder)):
         refuse(
             "leaked",
-            zh=f"反向做完，计算图也释放了，`folder` 里还有 {left} 个文件。",
-            en=f"Backward is done and the graph is gone, but files are left in `folder`: {left}.",
+            zh=f"反向做完，计算图也释放了，`folder` 里还有 {left} 个文件。该由谁来删？除了计算图，还有谁拿着 `pack` 返回的东西？",
+            en=f"Backward is done and the graph is gone, but files are left in `folder`: {left}. Who is to delete them? And who else, "
+            "besides the graph, still holds what `pack` has returned?",
         )
     _examine_no_backward(pair, folder)
     _examine_two_pairs(answer, folder)
