@@ -1350,6 +1350,11 @@ def counting_all(model, make_optimizer, count):
         ("33.D", n33._views(flat=lambda tensor: tensor.flatten().view(torch.uint8)), "part_only"),
         ("34.A", n34._cleaning_up_first, "touched_others"),
         ("34.B", n34._byte_store(key=lambda slot, held, tensor: tensor.data_ptr()), "same_key"),
+        (
+            "34.B",
+            n34._byte_store(take=torch.clone, give=lambda held, slot: held[slot.key].clone()),
+            "not_bytes",
+        ),
         ("33.C", zeros_of_float32, "lost_sign"),
         ("33.C", signs_of_real_numbers, "lost_sign"),
         ("34.A", misreads, "raised"),

@@ -6,6 +6,7 @@ import os
 import tempfile
 import traceback
 import uuid
+import warnings
 import weakref
 from collections.abc import MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -553,7 +554,7 @@ def _examine_sample(store, sample):
         )
     del given
     entries = list(store.held.values())
-    if len(entries) != 1 or not isinstance(entries[-1], bytes | bytearray):
+    if len(entries) != 1 or not isinstance(entries[-1], bytes):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"
         refuse(
             "not_bytes",
@@ -765,6 +766,11 @@ def _by_torch_save(tensor):
     return buffer.getvalue()
 
 
+def _without_a_copy(held, slot):
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that bytes are not to be written to
+        return torch.frombuffer(held[slot.key], dtype=slot.dtype)
+
+
 def _sharing(held):
     store = byte_store()
     store.held = held
@@ -821,7 +827,7 @@ BYTE_STORE = Exercise(
     byte_store,
     {
         "write_failed": _byte_store(take=lambda tensor: tensor.numpy().tobytes()),
-        "not_bytes": _byte_store(take=Tensor.clone, give=lambda held, slot: held[slot.key].clone()),
+        "not_bytes": _byte_store(take=lambda tensor: bytearray(tensor.view(torch.uint8).numpy().tobytes())),
         "wrong_length": _byte_store(
             take=_by_torch_save, give=lambda held, slot: torch.load(io.BytesIO(held[slot.key]))
         ),
@@ -839,10 +845,7 @@ BYTE_STORE = Exercise(
         "read_once": _byte_store(
             give=lambda held, slot: torch.frombuffer(bytearray(held.pop(slot.key)), dtype=slot.dtype)
         ),
-        "shares_memory": _byte_store(
-            take=lambda tensor: bytearray(tensor.view(torch.uint8).numpy().tobytes()),
-            give=lambda held, slot: torch.frombuffer(held[slot.key], dtype=slot.dtype),
-        ),
+        "shares_memory": _byte_store(give=_without_a_copy),
         "same_key": _byte_store(key=lambda slot, held, tensor: len(held)),
         "never_freed": _byte_store(drop=lambda held, slot: None),
         "freed_others": _byte_store(
