@@ -1366,6 +1366,7 @@ def counting_all(model, make_optimizer, count):
             n34._safe(lambda saved, least: saved.untyped_storage().nbytes() >= 4 * least),
             "other_threshold",
         ),
+        ("34.D", n34._NoThreshold, "moved_small"),
         ("35.D", n35.by_state_dict, "wrong_gradients"),
         ("11.B", of_the_original, "not_a_copy"),
         ("15.B", one_group_after_another, "shared_optimizer"),

@@ -1337,10 +1337,13 @@ def save_to_disk(module, folder):
 
 
 class _Seen:
-    """What every `Disk` is given while this is open: in which folder, from which memory, how many bytes of it."""
+    """What every `Disk` is given while this is open: in which folder, from which memory, how many bytes of it.
+
+    And how often a `Disk` was made or an `Offload` opened.
+    """
 
     def __enter__(self):
-        self.writes = []
+        self.writes, self.tools, self.stack = [], 0, ExitStack()
         write = Disk.write
 
         def noting(disk, tensor):
@@ -1348,12 +1351,20 @@ class _Seen:
             self.writes.append((disk.folder, storage.data_ptr(), storage.nbytes()))
             return write(disk, tensor)
 
-        self.patch = patch.object(Disk, "write", noting)
-        self.patch.start()
+        def counting(run):
+            def counted(*args, **kwargs):
+                self.tools += 1
+                return run(*args, **kwargs)
+
+            return counted
+
+        self.stack.enter_context(patch.object(Disk, "write", noting))
+        self.stack.enter_context(patch.object(Disk, "__init__", counting(Disk.__init__)))
+        self.stack.enter_context(patch.object(Offload, "__enter__", counting(Offload.__enter__)))
         return self
 
     def __exit__(self, *exc_info):
-        self.patch.stop()
+        self.stack.close()
 
     def during(self, run):
         """What `run` returns, and what was written meanwhile."""
@@ -1362,7 +1373,7 @@ class _Seen:
 
 
 class _Attention(nn.MultiheadAttention):
-    """Saves a buffer of its own, of 4,096 bytes."""
+    """Saves a buffer of its own, of 4,096 bytes, and a mask of one byte less."""
 
     def __init__(self):
         super().__init__(8, 2, batch_first=True)
@@ -1370,7 +1381,8 @@ class _Attention(nn.MultiheadAttention):
 
     def forward(self, *args, **kwargs):
         output, weights = super().forward(*args, **kwargs)
-        return output * self.gains, weights
+        odd = torch.arange(4095) % 2 == 1
+        return output * self.gains + torch.where(odd, output.mean(), 0.0).mean(), weights
 
 
 class _Failing(nn.Module):
@@ -1420,6 +1432,7 @@ def _examine_wrapper(answer, folder, seen):
     _, wanted = seen.during(lambda: _attend(save_to_disk(model, folder), model, query, memory))
     called = []
     model.register_forward_hook(lambda *args: called.append(1))
+    before = seen.tools
     wrapped = answer(model, folder)
     _examine_module(wrapped, model)
     got, writes = seen.during(lambda: _attend(wrapped, model, query, memory))
@@ -1440,6 +1453,13 @@ def _examine_wrapper(answer, folder, seen):
             "wrong_output",
             zh="前向的结果和里面那个模块的不一样。参数都传到了吗？",
             en="The output is not that of the module inside. Did all arguments get there?",
+        )
+    if not writes and seen.tools == before:
+        refuse(
+            "no_tools",
+            zh="前向跑完了，没有新建过 `Disk`，也没有打开过 `Offload`，`Disk` 里什么也没写。用自己的钩子写的文件，这里不算。",
+            en="Forward is done; no `Disk` was made and no `Offload` opened, so nothing was written to a `Disk`. Files written by hooks "
+            "of your own do not count here.",
         )
     _examine_writes(writes, model, folder)
     if (kept := sum(nbytes for _, _, nbytes in wanted) - sum(nbytes for _, _, nbytes in writes)) > 0:
@@ -1528,6 +1548,12 @@ def _attend(wrapped, model, query, memory):
     return got[0].detach(), [param.grad for param in model.parameters()]
 
 
+def _of_its_own(writes, model):
+    """The memories of parameters and buffers that were written."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    return {place for _, place, _ in writes} & own
+
+
 def _examine_writes(writes, model, folder):
     if not writes:
         refuse(
@@ -1538,8 +1564,7 @@ def _examine_writes(writes, model, folder):
         )
     if {where for where, _, _ in writes} != {folder}:
         _refuse_folder()
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    if moved := len({place for _, place, _ in writes} & own):
+    if moved := len(_of_its_own(writes, model)):
         refuse(
             "moved_own",
             zh=f"写进文件的还有模块自己的参数或缓冲区（{moved} 个）：它们本来就一直在内存里。",
@@ -1613,6 +1638,13 @@ def _examine_copy(wrapped, query, memory, seen):
             en=f"`copy.deepcopy` of your module raised `TypeError: {error}`. What does the module keep that has no copy?",
         )
     got, writes = seen.during(lambda: _attend(twin, twin, query, memory))
+    if _of_its_own(writes, twin):
+        refuse(
+            "copy_moves_own",
+            zh="原来的模块没有问题；`copy.deepcopy` 得到的副本，却把自己的参数或缓冲区也写进了文件。不写的是哪个模块的？",
+            en="Fine with the first module; the copy that `copy.deepcopy` makes writes its own parameters or buffers too. Those of which "
+            "module are left out?",
+        )
     if any(grad is None for grad in got[1]):
         refuse(
             "copy_runs_original",
@@ -1754,6 +1786,28 @@ class _OffByOne(_Wrapper):
         return Offload(self.module, to=Disk(self.folder), min_bytes=4097)
 
 
+class _OneTooLow(_Wrapper):
+    def context(self):
+        return Offload(self.module, to=Disk(self.folder), min_bytes=4095)
+
+
+class _KnowsTheFirst(_Wrapper):
+    """Runs its own module, and leaves out what belongs to the one that it was made with."""
+
+    def __init__(self, module, folder):
+        super().__init__(module, folder)
+        self.context = lambda: Offload(module, to=Disk(folder), min_bytes=4096)
+
+
+def _own_files(module, folder):
+    class Wrapper(_Wrapper):
+        def context(self):
+            pack, unpack = large_only(*disk_hooks(folder), 1024)
+            return saved_tensors_hooks(pack, unpack)
+
+    return Wrapper(module, folder)
+
+
 class _Closure(_Wrapper):
     def __init__(self, module, folder):
         super().__init__(module, folder)
@@ -1826,13 +1880,15 @@ SAVE_TO_DISK = Exercise(
     {
         "not_copyable": _OneDisk,
         "nothing_moved": _DefaultThreshold,
-        "moved_small": _NoThreshold,
+        "no_tools": _own_files,
+        "moved_small": _OneTooLow,
         "ran_twice": _RunsTwice,
         "kept_some": _KeepsSome,
         "wrong_folder": _AnyFolder,
         "latest_call": _LatestFolder,
         "threshold_off": _OffByOne,
         "copy_runs_original": _Closure,
+        "copy_moves_own": _KnowsTheFirst,
         "copy_differs": _CopiesWhatIsInside,
         "wrong_output": _OneInput,
         "wrong_gradients": _OneBuffer,
