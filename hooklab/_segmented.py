@@ -64,7 +64,7 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
         raise NotImplementedError(f"checkpoint_segments does not work inside {inside}; {advice}")
     leaves, spec = tree_flatten(input)  # a checkpoint guards tensors, and not what is inside a tuple
     leaves = [_apart(leaf, copies, copy_of) for leaf in leaves]  # a copy that is saved leads no further up
-    # Blocks may write into what they are given: the first run has the caller's own, later ones a copy of what is saved.
+    # Blocks may write into what they are given: the first run has the caller's own, later ones a copy.
     given = [input]
 
     def run(*leaves: Any) -> Any:
