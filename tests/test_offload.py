@@ -1405,9 +1405,10 @@ def test_with_fullgraph_a_block_is_refused_in_words(context, made_inside):
         with context(model) if made_inside else block:
             return model(x).sum()
 
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match=r"cannot be opened inside torch\.compile or torch\.export"
-    ):
+    words = r"cannot be opened inside torch\.compile or torch\.export"
+    if not made_inside and not hasattr(torch.autograd.graph, "node_creation_hook"):
+        words = "how to enter a `(Offload|SavedTensors)`"  # PyTorch 2.11 does not come as far as ours
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
         torch.compile(step, backend="eager", fullgraph=True)(x)
     with block:
         torch.compile(model, backend="eager", fullgraph=True)(x).sum().backward()
