@@ -26,7 +26,7 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
     Use it as `with saved_tensors(model) as saved:`, for the current thread. It changes no value and no gradient,
     and passes tensors on to the saved-tensor hooks that are active on entry; contexts opened inside (a
     checkpoint's) displace it, so what they save is not seen. `torch.func.grad`, `vjp`, `jacrev` and `hessian`
-    refuse to run beside saved-tensor hooks.
+    refuse to run beside saved-tensor hooks. If nothing of `model` was saved in a block with grad on, a warning says so.
 
     Args:
         model: names the modules, and the parameters and buffers, which live anyway, as they are when the block begins. Of
