@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["agree", "as_meant", "has_unit", "shown"]
+__all__ = ["agree", "as_meant", "no_number", "shown"]
 
 # Of a Chinese keyboard or a web page; NFKC knows the full-width ones.
-SIGNS = str.maketrans(dict.fromkeys("“”„「」『』", '"') | dict.fromkeys("‘’", "'") | {"\N{MINUS SIGN}": "-"})
+SIGNS = str.maketrans(
+    dict.fromkeys("“”„「」『』", '"')
+    | dict.fromkeys("‘’", "'")
+    | {"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FRACTION SLASH}": "/"}
+)
 BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
 # A number with the word for what is counted. Units that have a size, but for the byte, are no such words.
-COUNTED = re.compile(
-    r"([+-]?[\d.]+|[零一二两三四五六七八九十]) ?"
-    r"(?:[次个遍层倍条行项块种份步]|字节|times?|bytes?|rows?|lines?|steps?|files?|calls?|[x×])?",
-    re.IGNORECASE,
-)
-WITH_UNIT = re.compile(r"[+-]?[\d.,]+ ?[^\W\d].*")
+WORDS = r" *(?:[次个遍层倍条行项块种份步]|字节|times?|bytes?|rows?|lines?|steps?|files?|calls?|[x×])"
+COUNTED = re.compile(rf"([+-]?[\d.]+(?:e[+-]?\d+)?|[零一二两三四五六七八九十])(?:{WORDS})?", re.IGNORECASE)
+GROUPED = re.compile(rf"([+-]?\d{{1,3}}(?:,\d{{3}})+){WORDS}", re.IGNORECASE)
 NUMERALS = {word: str(number) for number, word in enumerate("零一二三四五六七八九十")} | {"两": "2"}
 PERCENT = re.compile(r"([+-]?\d+\.?\d*) ?%")
 ANSWERS = {True: ("是", "会", "有", "对", "yes"), False: ("不是", "不会", "没有", "不对", "否", "no")}
@@ -74,13 +75,13 @@ def as_meant(guess: Any, actual: Any) -> Any:
     return guess
 
 
-def has_unit(guess: Any, actual: Any) -> bool:
-    """True if a number was asked for, and `guess` is one with words that are not understood: "45.42 GB", "2 or 3"."""
+def no_number(guess: Any, actual: Any) -> bool:
+    """True if a number was asked for, and `guess` has one in words that are not understood: "45.42 GB", "2 or 3"."""
     actual = _plain(actual)
     if not isinstance(guess, str) or isinstance(actual, bool) or not isinstance(actual, int | float):
         return False
     text = _typed(guess)
-    return bool(WITH_UNIT.fullmatch(text)) and not COUNTED.fullmatch(text)
+    return any(sign.isdecimal() or sign in NUMERALS for sign in text) and isinstance(_literal(text), str)
 
 
 def shown(value: Any, *, braces: bool = False) -> str:
@@ -106,14 +107,14 @@ def _plain(value: Any) -> Any:
 
 def _typed(text: str) -> str:
     """A guess in quotes as one would type it in Python, without quotes inside the quotes."""
-    text = unicodedata.normalize("NFKC", text).translate(SIGNS).strip()
+    text = unicodedata.normalize("NFKC", text).translate(SIGNS).strip(" \t\n。!?")
     return text[1:-1].strip() if re.fullmatch(r"""(["'`])[^"'`]*\1""", text) else text
 
 
 def _literal(text: str) -> Any:
     """What a guess in quotes would be without them: "[1, 2]", "true", "None", "1/3", "50%", "两次"."""
-    if counted := COUNTED.fullmatch(text):
-        text = NUMERALS.get(counted[1], counted[1])
+    if counted := COUNTED.fullmatch(text) or GROUPED.fullmatch(text):
+        text = NUMERALS.get(counted[1], counted[1].replace(",", ""))
     if percent := PERCENT.fullmatch(text):
         return float(percent[1]) / 100
     if (parts := FRACTION.fullmatch(text)) and float(parts[2]):

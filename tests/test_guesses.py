@@ -42,7 +42,10 @@ ALIVE = [False, False, True, False]  # 31.1
         ("false, false, true, false", ALIVE),
         *[(guess, set()) for guess in ("nothing", "Nothing", "空集", "没有", set())],
         *[(guess, 2) for guess in ("2次", "2 次", "2 times", "２个", "2x", "2×", "2倍", "2 Times", "两行", "二", "2 rows")],
-        *[(guess, 2) for guess in ("2 files", "2步", "2 steps", "2 calls")],
+        *[(guess, 2) for guess in ("2 files", "2步", "2 steps", "2 calls", "2。", "2!", "2？", "2  个", "2个。", "2e0", "0x2")],
+        *[(guess, 24_000) for guess in ("24,000 bytes", "24，000 字节", "2.4e4", "2.4e4 bytes", "24_000")],
+        *[(guess, 0.5) for guess in ("½", "1/2", "1⁄2")],
+        ("–1.5", -1.5),
         *[(guess, 0.5) for guess in ("50%", "50 ％", "1/2")],
         *[(guess, 50) for guess in ("50%", "50")],
         *[(guess, True) for guess in ("是", "会", "对", "Yes", "true")],
@@ -57,14 +60,15 @@ def test_a_right_guess_in_another_dress(guess, actual):
 @pytest.mark.parametrize(
     ("guess", "actual"),
     [
-        *[(guess, 1) for guess in ({2}, {1, 2}, [1, 1], [], {}, set(), "{2}", "{1, 2}", True, {True}, "1.5", "1/2", "1/0")],
-        *[(guess, 2) for guess in ("3次", "次", "3 files", "2 3次", "三", "是", "两三次", "200%")],
-        *[(guess, 0.5) for guess in ("5%", "一半次")],
+        *[(guess, 1) for guess in ({2}, {1, 2}, [1, 1], [], {}, set(), "{2}", "{1, 2}", True, {True}, "1.5", "1/2")],
+        *[(guess, 2) for guess in ("3次", "次", "3 files", "三", "是", "200%", "3。", "3e0", "0x10")],
+        *[(guess, 24_000) for guess in ("1e6", "2.5e3", "24_001", "24,001 bytes", "1e6 bytes")],
+        *[(guess, 0.5) for guess in ("5%", "1/5")],
         *[(guess, True) for guess in ("不会", "no", "会不会", "1")],
         ("报错", "none"),
         *[(guess, FIRE) for guess in ("空集", set())],
         *[(guess, 100) for guess in (101, [101], {101}, "101")],  # whole numbers agree exactly
-        *[(guess, 0.25) for guess in ({0.5}, "1/3", "4/1", "-1/4", "1/0")],
+        *[(guess, 0.25) for guess in ({0.5}, "1/3", "4/1", "-1/4")],
         *[(guess, True) for guess in ({False}, [1], {1}, "[False]", [True, True])],
         ([0], None),
         *[(guess, FOUR) for guess in ("2，4，6", "2，4，8，6", "2，4，6，8，8", "2468", "2.4.6.8", {2, 4, 6, 8}, "{2, 4, 6, 8}")],
@@ -91,16 +95,31 @@ def test_a_wrong_guess_stays_wrong_in_every_dress(guess, actual):
     assert not happened.startswith(f"{said}`"), "two equal values are shown"
 
 
-@pytest.mark.parametrize("guess", ["2 GB", "2 或 3 次", "2 or 3", "2,000 bytes", "“2 MB”", "2 个文件"])
+@pytest.mark.parametrize(
+    "guess",
+    [
+        *(
+            "2 GB",
+            "2 或 3 次",
+            "2 or 3",
+            "“2 MB”",
+            "2 个文件",
+            "2 3次",
+            "2 000",
+            "2**1",
+            "24k",
+            "~2",
+            "about 2",
+        ),
+        *("约2", "两三次", "一半次", "十二", "2 次左右", "2nd", "1/0", "1/2 倍"),
+    ],
+)
 @pytest.mark.parametrize("actual", [2, 2.0, torch.tensor(2)])
-def test_a_number_with_a_unit_is_asked_for_again_and_not_told(guess, actual):
+def test_a_number_in_other_words_is_asked_for_again_and_not_told(guess, actual):
     message = check.predict("11.1", guess, actual=actual)
-    assert (message.kind, message.reason) == ("wrong", "unit")
-    assert (
-        message.en
-        == f"`{guess}` cannot be read: write the number alone, without a unit, and run this cell again."
-    )
-    assert message.zh == f"读不懂 `{guess}`：这里只要一个数，不带单位。改好以后再运行这一格。"
+    assert (message.kind, message.reason) == ("wrong", "no_number")
+    assert message.en == f"`{guess}` cannot be read: write one number, nothing else, and run this cell again."
+    assert message.zh == f"读不懂 `{guess}`：这里只写一个数，别的都不写。改好以后再运行这一格。"
 
 
 def test_words_are_no_unit():

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
-from hooklab._agree import agree, as_meant, has_unit, shown
+from hooklab._agree import agree, as_meant, no_number, shown
 from hooklab._message import Message
 from hooklab._reachable import within
 from hooklab.exercises._effects import watched
@@ -207,12 +207,12 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
         )
     if agree(guess, actual):
         return Message("right", f"猜对了。{zh}", f"As you said. {en}")
-    if has_unit(guess, actual):
+    if no_number(guess, actual):
         return Message(
             "wrong",
-            f"读不懂 `{shown(guess)}`：这里只要一个数，不带单位。改好以后再运行这一格。",
-            f"`{shown(guess)}` cannot be read: write the number alone, without a unit, and run this cell again.",
-            "unit",
+            f"读不懂 `{shown(guess)}`：这里只写一个数，别的都不写。改好以后再运行这一格。",
+            f"`{shown(guess)}` cannot be read: write one number, nothing else, and run this cell again.",
+            "no_number",
         )
     # With the braces it can be seen why a set is no list.
     guessed = shown(guess, braces=not isinstance(actual, set | frozenset))
