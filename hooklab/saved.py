@@ -133,8 +133,8 @@ class Offload:
             `hooklab.stores.Disk(folder)` for another place. Or a store of your own: `write(tensor) -> slot` and
             `read(slot) -> tensor`, both 1-D.
         keep: bytes that may stay: the newest, which backward wants first. Of a slice all the memory behind it counts,
-            once for all slices of it. More stays while it may still be filled: of each thread in the block what it saved
-            last, where that needs no gradient, and what was saved after it.
+            once for all slices of it. More stays while it may still be filled: of each thread in the block the last two
+            tensors that it saved, where they need no gradient, and what was saved after them.
         prefetch: bytes that may be read ahead in backward, where the store can, and as many that wait to be used
             again; of each at least one tensor. 0: neither, for the least memory; what is saved twice is read twice.
         min_bytes: what lies in a smaller memory than this stays.
