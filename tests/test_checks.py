@@ -789,6 +789,36 @@ def files_in_a_list(folder):
     return deleting_themselves(keep=[].append)(folder)
 
 
+def buffers_in_a_list(keep, *, now=None, restores="finally"):
+    """35.D with the buffers themselves in a closure; what is kept of each, and when it is put back, is given."""
+
+    def answer(block):
+        buffers, found = list(block.buffers()), []
+
+        def put(values):
+            with torch.no_grad():
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(torch.as_tensor(value))
+
+        @contextmanager
+        def first():
+            found.extend(map(keep, buffers))
+            yield
+
+        class Second:
+            def __enter__(self):
+                self.now = list(map(now or keep, buffers))
+                put(found)
+
+            def __exit__(self, kind, *_):
+                if restores == "finally" or (restores == "without error" and kind is None):
+                    put(self.now)
+
+        return first(), Second()
+
+    return answer
+
+
 def small_pairs(pack, unpack, least):
     """Takes every pair that ends in a number for its own."""
 
@@ -941,11 +971,12 @@ def noisy(output):
         ("33.C", Compressed),
         ("33.C", FreedWithItsSlot),
         ("34.A", lambda folder: in_a_folder_of_its_own(folder)),
+        ("35.D", buffers_in_a_list(torch.Tensor.tolist)),
         ("35.B", sizes_beyond_the_layer),
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
          "22.B-numpy", "32.C-numpy", "32.D-closure", "33.A-tensor", "33.A-fraction",
-         "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder", "35.B-beyond"],
+         "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder", "35.D-lists", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -1368,6 +1399,12 @@ def counting_all(model, make_optimizer, count):
         ),
         ("34.D", n34._NoThreshold, "moved_small"),
         ("35.D", n35.by_state_dict, "wrong_gradients"),
+        ("35.D", buffers_in_a_list(torch.Tensor.tolist, restores="never"), "wrong_buffers"),
+        ("35.D", buffers_in_a_list(torch.Tensor.tolist, restores="without error"), "wrong_buffers"),
+        ("35.D", buffers_in_a_list(lambda buffer: buffer.numpy().copy(), restores="never"), "wrong_buffers"),
+        ("35.D", buffers_in_a_list(torch.Tensor.numpy), "start_not_copied"),
+        ("35.D", buffers_in_a_list(torch.Tensor.tolist, now=torch.Tensor.numpy), "now_not_copied"),
+        ("35.D", buffers_in_a_list(torch.clone, now=torch.Tensor.detach), "now_not_copied"),
         ("11.B", of_the_original, "not_a_copy"),
         ("15.B", one_group_after_another, "shared_optimizer"),
         ("15.B", unless_zero, "later_steps"),
@@ -1377,6 +1414,41 @@ def counting_all(model, make_optimizer, count):
 def test_an_answer_that_is_right_only_where_it_is_easy_is_refused(exercise, answer, reason):
     message = check.exercise(exercise, answer)
     assert (message.kind, message.reason) == ("wrong", reason), message
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (lambda cause: cause, None),
+        (lambda cause: RuntimeError("recomputing failed"), False),
+        (lambda cause: raised_from(RuntimeError("recomputing failed"), cause), False),
+        (lambda cause: raised_from(RuntimeError("recomputing failed"), None), True),
+    ],
+    ids=["itself", "in its place", "from it", "from None"],
+)
+def test_a_cause_that_the_traceback_tells_is_not_called_lost(error, lost):
+    def answer(block):
+        first, second = n35.buffers_once(block)
+
+        class Second:
+            def __enter__(self):
+                second.__enter__()
+
+            def __exit__(self, kind, cause, trace):
+                second.__exit__()
+                if kind is ValueError:
+                    raise error(cause)
+
+        return first, Second()
+
+    message = check.exercise("35.D", answer)
+    assert message.reason == ("" if lost is None else "recompute_error"), message
+    assert ("the cause is lost" in message.en, "没人看得到" in message.zh) == (bool(lost), bool(lost))
+
+
+def raised_from(error, cause):
+    error.__cause__ = cause
+    return error
 
 
 def test_a_store_that_frees_nothing_is_called_so_also_where_every_address_comes_again():

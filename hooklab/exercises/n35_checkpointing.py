@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._packing import outer_hooks
@@ -1122,36 +1123,43 @@ _ERROR = "ValueError: data server gone"
 def _examine_errors(answer):
     """An error of the block has to come out of the contexts, in forward and while recomputing."""
     block, x = _normed(), torch.randn(6, 4)
-    arrived = _arrived(answer(block)[0])
+    arrived, _ = _arrived(answer(block)[0])
     if arrived != _ERROR:
         refuse(
             "forward_error",
-            zh=f"`block` 前向时一旦自己抛出 `{_ERROR}`，从第一个上下文出来的却是 `{arrived}`。它的 `__exit__` 返回了什么，或者哪个 `except` 接住了它？",
+            zh=f"`block` 前向时一旦自己抛出 `{_ERROR}`，从第一个上下文出来的却是 `{arrived}`。它的 `__exit__` 返回了什么，又抛出了什么，"
+            "或者哪个 `except` 接住了它？",
             en=f"If `block` raises `{_ERROR}` of its own in forward, what comes out of the first context is `{arrived}`. What does its "
-            "`__exit__` return, or which `except` has caught it?",
+            "`__exit__` return, or raise, or which `except` has caught it?",
         )
     first, second = answer(block)
     with first:
         block(x)
-    arrived = _arrived(second)
+    arrived, told = _arrived(second)
     if arrived != _ERROR:
         refuse(
             "recompute_error",
-            zh=f"`block` 重算时一旦自己抛出 `{_ERROR}`，从第二个上下文出来的却是 `{arrived}`，真正的原因就没人看得到了。"
-            "它的 `__exit__` 返回了什么，或者哪个 `except` 接住了它？",
-            en=f"If `block` raises `{_ERROR}` of its own while recomputing, what comes out of the second context is `{arrived}`, and the "
-            "cause is lost. What does its `__exit__` return, or which `except` has caught it?",
+            zh=f"`block` 重算时一旦自己抛出 `{_ERROR}`，从第二个上下文出来的却是 `{arrived}`"
+            + ("" if told else "，真正的原因就没人看得到了")
+            + "。它的 `__exit__` 返回了什么，又抛出了什么，或者哪个 `except` 接住了它？",
+            en=f"If `block` raises `{_ERROR}` of its own while recomputing, what comes out of the second context is `{arrived}`"
+            + ("" if told else ", and the cause is lost")
+            + ". What does its `__exit__` return, or raise, or which `except` has caught it?",
         )
 
 
 def _arrived(context):
-    """What comes out of the context when an error is raised in it."""
+    """What comes out of the context when an error is raised in it, and whether a traceback tells of that error."""
+    cause = ValueError("data server gone")
     try:
         with context:
-            raise ValueError("data server gone")
+            raise cause
     except Exception as error:
-        return said(error)
-    return "None"
+        text, last = said(error), error
+        while last not in (cause, None):
+            last = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        return text, last is cause
+    return "None", False
 
 
 def _examine_two_backwards(answer):
@@ -1222,39 +1230,62 @@ def _close(left, right):
     return left is not None and torch.allclose(left, right)
 
 
+class _Refilling(TorchDispatchMode):
+    """Fills the buffers with 8 when the first of them is about to be written: a copy made before keeps its value."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.memory = block, {buffer.data_ptr() for buffer in block.buffers()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and self.memory & set(_addresses(args[:1])):
+            _fill(self.block, 8)
+            self.memory = set()
+        return func(*args, **(kwargs or {}))
+
+
+def _addresses(value):
+    return [one.data_ptr() for one in within(value) if isinstance(one, Tensor)]
+
+
+def _fill(block, number):
+    with torch.no_grad():
+        for buffer in block.buffers():
+            buffer.fill_(number)
+
+
+def _follow(block, filled):
+    """Whether what was written into the buffers, which were `filled`, has changed together with them."""
+    values = [float(buffer.reshape(-1)[0]) for buffer in block.buffers()]
+    # A copy that is made only now, one buffer after the other, comes too early for the first of them.
+    return set(values) <= {filled, 8} and values.count(filled) <= 1
+
+
 def _examine_copies(answer, where_zh, where_en):
-    """Something is wrong: are the values that were kept the buffers themselves?"""
+    """Something is wrong: do the values that were kept change together with the buffers?"""
     block, x = _normed(), torch.randn(6, 4)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
-    buffers = {buffer.untyped_storage().data_ptr() for buffer in block.buffers()}
-
-    def kept():
-        """The memories that the contexts hold."""
-        methods = [value for context in pair for value in vars(type(context)).values()]
-        held = [one for one in within([pair, methods]) if isinstance(one, Tensor)]
-        return {tensor.untyped_storage().data_ptr() for tensor in held}
-
-    def versions():
-        return [buffer._version for buffer in block.buffers()]
-
     try:
-        pair = answer(block)
-        with pair[0]:
+        first, second = answer(block)
+        with first:
             block(x)
-        start, before = kept(), versions()
-        with pair[1]:
-            now, inside = kept(), versions()
-        after = versions()
+        _fill(block, 7)
+        with _Refilling(block):
+            second.__enter__()
+        start = _follow(block, 7)
+        _fill(block, 9)
+        with _Refilling(block):
+            second.__exit__(None, None, None)
+        now = _follow(block, 9)
     except Exception:
         return
-    if before != inside and start <= own and len(start & buffers) > 1:
+    if start:
         refuse(
             "start_not_copied",
             zh=f"{where_zh}：结果与普通训练不同。记下来作起点的那些值，缓冲区一变就跟着变：它们是副本吗？",
             en=f"{where_en}: the result differs from plain training. The values that were kept to start from change together with the "
             "buffers: are they copies?",
         )
-    if inside != after and now - start <= own and len(now & buffers - start) > 1:
+    if now:
         refuse(
             "now_not_copied",
             zh=f"{where_zh}：结果与普通训练不同。进入第二个上下文时记下、准备放回去的那些值，缓冲区一变就跟着变：它们是副本吗？",
