@@ -22,7 +22,7 @@ import notebook_form
 import numpy as np
 import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
@@ -367,6 +367,21 @@ def seeded(seed):
 def checkpoint_by_seed(block, x):
     """Right in the first step, where the seed is the state."""
     return n35._by_hand(block, x, seeded(torch.initial_seed()))
+
+
+def dropped_twice(block, x):
+    return torch.nn.functional.dropout(n35.faithful(block, x), getattr(block.drop, "p", 0.0))
+
+
+def seeds_in_pack(block, x):
+    state, number = torch.get_rng_state(), itertools.count()
+
+    def pack(tensor):
+        torch.set_rng_state(state)
+        return next(number)
+
+    with saved_tensors_hooks(pack, lambda index: torch.zeros(())):
+        return block(x)
 
 
 def only_divisors(count, layers, budget):
@@ -1369,6 +1384,8 @@ def counting_all(model, make_optimizer, count):
         ("33.D", notes_with_slots, "keeps_slot"),
         ("35.A", lambda block, x: checkpoint(lambda: block(x), use_reentrant=False), "ready_made"),
         ("35.A", checkpoint_by_seed, "wrong_mask"),
+        ("35.A", dropped_twice, "other_dropout"),
+        ("35.A", seeds_in_pack, "other_numbers"),
         ("35.B", only_divisors, "gave_up"),
         ("32.A", partial(booked_and_kept, BY_ID["32.A"].solution), "kept_elsewhere"),
         ("32.C", lambda model: booked_and_kept(BY_ID["32.C"].solution, model), "kept_elsewhere"),

@@ -51,15 +51,20 @@ class _Block(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
         self.drop = nn.Dropout(0.5) if dropout else nn.Identity()
         self.runs: list[list[weakref.ref]] = []
+        self.states: list[Tensor] = []  # of the random numbers, where a forward begins and where it ends
+        self.draws: list[bool] = []  # for each forward, whether dropout is on
 
     def forward(self, x: Tensor) -> Tensor:
         refs: list[weakref.ref] = []
         self.runs.append(refs)
+        self.states.append(torch.get_rng_state())
+        self.draws.append(self.drop.training and getattr(self.drop, "p", 0) > 0)
         for index, linear in enumerate(self.linears):
             x = torch.tanh(linear(x))
             if index + 1 < len(self.linears):
                 refs.append(weakref.ref(x.untyped_storage()))
             x = self.drop(x)
+        self.states.append(torch.get_rng_state())
         return x
 
     def alive(self, run: int) -> int:
@@ -245,6 +250,15 @@ def examine_faithful(answer):
         want = block(x).detach()
         block.runs.pop()
         if dropout and isinstance(y, Tensor) and y.shape == want.shape and not torch.allclose(y, want):
+            begin, end, *_, true_begin, true_end = block.states
+            if torch.equal(begin, true_begin) and (torch.equal(end, true_end) or not block.draws[0]):
+                refuse(
+                    "other_dropout",
+                    zh="`block` 里没有 dropout，返回值是对的；有了 dropout，就和普通训练不同，而第一遍前向开始时，随机数的状态并没有错："
+                    "dropout 关掉了，还是做了两遍？",
+                    en="With no dropout in `block`, what is returned is right; with dropout it differs from plain training, though the "
+                    "random state is right when the first forward begins: is dropout off, or done twice?",
+                )
             refuse(
                 "other_numbers",
                 zh="`block` 里没有 dropout，返回值是对的；有了 dropout，就和普通训练不同：第一遍前向抽到的，已经不是普通训练会抽到的那些"
@@ -357,6 +371,13 @@ def seeds_both(block, x):
     return _by_hand(block, x, _random_as(torch.get_rng_state()))
 
 
+def without_dropout(block, x):
+    block.eval()
+    y = faithful(block, x)
+    block.train()
+    return y
+
+
 def seeds_again(block, x):
     torch.manual_seed(torch.initial_seed())
     return faithful(block, x)
@@ -464,6 +485,7 @@ FAITHFUL = Exercise(
         "mixed_up": one_state_for_all,
         "wrong_values": lambda block, x: faithful(block, faithful(block, x)),
         "other_numbers": seeds_both,
+        "other_dropout": without_dropout,
         "same_mask": seeds_again,
         "nothing_saved": faithful_keeps,
         "recomputed_often": recomputes_each_time,
