@@ -1387,6 +1387,8 @@ def counting_all(model, make_optimizer, count):
         ("35.A", dropped_twice, "other_dropout"),
         ("35.A", seeds_in_pack, "other_numbers"),
         ("35.B", only_divisors, "gave_up"),
+        ("35.C", n35._frugal_list(lambda again, index: [again[index]]), "no_tensor"),
+        ("35.C", n35._frugal_list(lambda again, index: again[0]), "other_shape"),
         ("32.A", partial(booked_and_kept, BY_ID["32.A"].solution), "kept_elsewhere"),
         ("32.C", lambda model: booked_and_kept(BY_ID["32.C"].solution, model), "kept_elsewhere"),
         ("32.C", rounded_in_a_list, "kept_elsewhere"),

@@ -819,13 +819,17 @@ class _Compared(_Block):
 
     def __init__(self):
         super().__init__()
-        self.asked, self.other = 0, None
+        self.asked, self.other, self.shapes = 0, None, set()
 
     def forward(self, x: Tensor) -> Tensor:
         hooks = outer_hooks()
         if self.runs or hooks is None:
             return super().forward(x)
         (pack, unpack), number = hooks, itertools.count()
+
+        def pack_compared(tensor):
+            self.shapes.add(tuple(tensor.shape))
+            return next(number), tuple(tensor.shape), pack(tensor)
 
         def unpack_compared(kept):
             index, shape, packed = kept
@@ -836,7 +840,7 @@ class _Compared(_Block):
                 self.other = self.asked, index, shape, found
             return got
 
-        with saved_tensors_hooks(lambda t: (next(number), tuple(t.shape), pack(t)), unpack_compared):
+        with saved_tensors_hooks(pack_compared, unpack_compared):
             return super().forward(x)
 
 
@@ -847,12 +851,27 @@ def _examine_handed_out(answer):
         _called(answer, block, x).square().sum().backward()
     if block.other:
         asked, index, shape, found = block.other
+        zh = f"第一次反向的第 {asked} 次解包，要的是打包时的第 {index} 个（从 0 数起），形状 `{shape}`；交出去的却是 `{found}`"
+        en = (
+            f"At unpacking number {asked} of the first backward the one packed as number {index} (counted from 0) is wanted, of the "
+            f"shape `{shape}`; handed out was `{found}`"
+        )
+        if isinstance(found, str):
+            refuse(
+                "no_tensor",
+                zh=f"{zh}，不是张量。`unpack` 返回的是它吗？",
+                en=f"{en}, which is no tensor. Is that tensor what `unpack` returns?",
+            )
+        if found not in block.shapes:
+            refuse(
+                "reshaped",
+                zh=f"{zh}，而打包时没有一个是这个形状。交出去之前，谁改了它的形状？",
+                en=f"{en}, and nothing packed had that shape. What has changed its shape before it was handed out?",
+            )
         refuse(
             "other_shape",
-            zh=f"第一次反向的第 {asked} 次解包，要的是打包时的第 {index} 个（从 0 数起），形状 `{shape}`；交出去的却是 `{found}`。`unpack` "
-            "收到的参数说的是哪一个？",
-            en=f"At unpacking number {asked} of the first backward the one packed as number {index} (counted from 0) is wanted, of the "
-            f"shape `{shape}`; handed out was `{found}`. Which one does the argument of `unpack` name?",
+            zh=f"{zh}。`unpack` 收到的参数说的是哪一个？",
+            en=f"{en}. Which one does the argument of `unpack` name?",
         )
 
 
@@ -1014,6 +1033,8 @@ FRUGAL = Exercise(
         "leaked": frugal_with_graphs,
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "other_shape": _frugal_list(lambda again, index: again.pop()),
+        "no_tensor": _frugal_list(lambda again, index: print(end="")),
+        "reshaped": _frugal_list(lambda again, index: again[index].t()),
         "second_raised": never_again,
         "recomputed_often": recomputes_each_time,
         "partial_backward": frugal_if_empty,
