@@ -897,6 +897,31 @@ def halved_in_numpy(model):
     return pack, unpack
 
 
+def integers_and_a_scale(model, *, scale):
+    """32.C in `int8`, with the largest value beside it."""
+
+    def pack(tensor):
+        if n32._in_model(tensor, model) or not tensor.numel():
+            return tensor.detach()
+        largest = tensor.detach().abs().max()
+        return (tensor.detach() / largest * 127).round().to(torch.int8), scale(largest)
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else (packed[0].double() / 127 * packed[1]).float()
+
+    return pack, unpack
+
+
+def floats_of_numpy(model):
+    def pack(tensor):
+        return tensor.detach() if n32._in_model(tensor, model) else tensor.detach().half().numpy()
+
+    return (
+        pack,
+        lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed).float(),
+    )
+
+
 def notes_with_slots(store):
     """Each note holds its slot for as long as the storage lives, whether or not anybody wants it."""
     notes = weakref.WeakKeyDictionary()
@@ -1392,6 +1417,10 @@ def counting_all(model, make_optimizer, count):
         ("32.A", partial(booked_and_kept, BY_ID["32.A"].solution), "kept_elsewhere"),
         ("32.C", lambda model: booked_and_kept(BY_ID["32.C"].solution, model), "kept_elsewhere"),
         ("32.C", rounded_in_a_list, "kept_elsewhere"),
+        ("32.C", partial(integers_and_a_scale, scale=lambda largest: np.float32(largest)), "wrong_values"),
+        ("32.C", partial(integers_and_a_scale, scale=torch.Tensor.double), "wrong_values"),
+        ("32.C", partial(integers_and_a_scale, scale=torch.Tensor.half), "wrong_values"),
+        ("32.C", floats_of_numpy, "other_precision"),
         ("32.D", masks_as_text, "not_smaller"),
         ("32.D", masks_as_numbers, "not_smaller"),
         ("32.D", masks_by_their_dtype, "raised"),

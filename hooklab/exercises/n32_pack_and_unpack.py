@@ -51,11 +51,11 @@ class _Watched:
         self.unpacks += 1
         want, packed = kept
         got = self.inner_unpack(packed)
-        _examine_unpacked(got, want, self.other_precision(packed))
+        _examine_unpacked(got, want, self.other_precision(packed, want.numel()))
         return got
 
-    def other_precision(self, packed: Any) -> str:
-        """The floating dtype of what was packed, where it is not the one that the exercise asks for."""
+    def other_precision(self, packed: Any, count: int) -> str:
+        """The floating dtype of the `count` elements that were packed, where it is not the one that the exercise asks for."""
         return ""
 
 
@@ -770,8 +770,9 @@ class _Halving(_Watched):
         own = _place(tensor) in self.params | set(self.buffers)
         return tensor.clone() if own or tensor.dtype != torch.float32 else tensor.bfloat16().float()
 
-    def other_precision(self, packed: Any) -> str:
-        dtypes = {str(getattr(part, "dtype", "")) for part in within(packed)}  # also of numpy
+    def other_precision(self, packed: Any, count: int) -> str:
+        parts = [part for part in within(packed) if _count(part) == count]  # not a scale beside integers
+        dtypes = {str(getattr(part, "dtype", "")) for part in parts}  # also of numpy
         floats = sorted(dtype for dtype in dtypes if "float" in dtype)
         return "" if {"torch.bfloat16", "torch.float32"} & set(floats) else ", ".join(floats)
 
@@ -815,6 +816,11 @@ class _Halving(_Watched):
                     en=f"A float32 tensor has {tensor.nbytes} bytes; what was packed holds {size}, where half is wanted. "
                     f"Its shape is `{list(tensor.shape)}`, and it is no parameter of the model.",
                 )
+
+
+def _count(part: Any) -> Any:
+    """How many elements: of a tensor, or of an array of numpy."""
+    return part.numel() if isinstance(part, Tensor) else getattr(part, "size", None)
 
 
 def _place(tensor: Tensor) -> int:
