@@ -32,6 +32,7 @@ from hooklab.exercises import n15_many_tensors_at_once as n15
 from hooklab.exercises import n21_forward_hooks as n21
 from hooklab.exercises import n22_backward_hooks as n22
 from hooklab.exercises import n23_watching_a_model_run as n23
+from hooklab.exercises import n31_what_autograd_saves as n31
 from hooklab.exercises import n32_pack_and_unpack as n32
 from hooklab.exercises import n33_offloading_to_cpu as n33
 from hooklab.exercises import n34_offloading_to_disk as n34
@@ -189,6 +190,14 @@ def test_anything_else_is_an_attempt(answer):
 def test_an_answer_of_the_wrong_kind_is_named():
     message = check.exercise("00.A", torch.ones(2))
     assert (message.reason, "`Tensor`" in message.en) == ("not_a_function", True)
+
+
+@pytest.mark.parametrize("exercise", ["31.A", "33.A"])
+def test_a_tensor_that_is_no_single_number_is_shown_with_its_shape(exercise):
+    message = check.exercise(exercise, lambda *given: torch.tensor([BY_ID[exercise].solution(*given)]))
+    assert message.kind == "wrong"
+    assert re.search(r"`Tensor, torch\.\w+ \[1\]`", message.zh), message
+    assert re.search(r"`Tensor, torch\.\w+ \[1\]`", message.en), message
 
 
 def test_an_answer_with_other_arguments_says_so():
@@ -1002,6 +1011,10 @@ def noisy(output):
             lambda other, grad_input, _: tuple(grad if grad is None else (grad * -strength).to(grad.dtype)
                                                for grad in grad_input) if other is module else None)),
         ("22.B", norms_by_numpy),
+        ("31.A", lambda function, x: torch.tensor(n31.held_bytes(function, x))),
+        ("31.D", lambda x, *given: torch.cat(
+            [checkpoint(n31.wasteful, part, *given, use_reentrant=False) for part in x.split(1000)])),
+        ("31.D", lambda *given: checkpoint(n31.lean, *given, use_reentrant=False)),
         ("32.C", halved_in_numpy),
         ("32.D", partial(masks_in_a_closure, packed_too=True)),
         ("33.A", lambda *given: torch.tensor(n33.step_seconds(*given))),
@@ -1015,7 +1028,7 @@ def noisy(output):
         ("35.B", sizes_beyond_the_layer),
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
-         "22.B-numpy", "32.C-numpy", "32.D-closure", "33.A-tensor", "33.A-fraction",
+         "22.B-numpy", "31.A-tensor", "31.D-parts", "31.D-again", "32.C-numpy", "32.D-closure", "33.A-tensor", "33.A-fraction",
          "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder", "35.D-lists", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
@@ -1401,6 +1414,10 @@ def counting_all(model, make_optimizer, count):
         ("25.C", without_a_batch, "raised"),
         ("25.C", another_loss, "wrong_values"),
         ("25.C", longest_is_max_norm, "wrong_values"),
+        ("31.A", lambda function, x: torch.tensor(float(n31.held_bytes(function, x))), "not_a_number"),
+        ("31.A", lambda function, x: n31.held_bytes(function, x) > 0, "not_a_number"),
+        ("31.D", n31._product_kept, "saved_again"),
+        ("31.D", n31._FormulaWithGraph.apply, "saved_again"),
         ("32.D", masks_in_a_closure, "not_smaller"),
         ("33.C", ShortIndices, "other_content"),
         ("34.C", small_pairs, "not_restored"),

@@ -47,6 +47,7 @@ __all__ = [
     "exercise",
     "expect_like",
     "grad_stays_on",
+    "kind_of",
     "predict",
     "refuse",
     "refuse_from_before",
@@ -367,6 +368,14 @@ def _untouched(answer: Any) -> bool:
     steps = [step for step in dis.get_instructions(answer) if step.opname not in ("RESUME", "NOP")]
     returns_constant = all(step.opname.startswith(("LOAD_CONST", "RETURN_")) for step in steps)
     return returns_constant and all(step.argval in (None, ...) for step in steps)
+
+
+def kind_of(got: Any) -> str:
+    """The kind of a value, to stand between backticks: of a tensor or an array its dtype and shape too."""
+    name, shape = type(got).__name__, getattr(got, "shape", None)
+    return (
+        f"{name}, {got.dtype} {list(shape)}" if isinstance(shape, tuple) and hasattr(got, "dtype") else name
+    )
 
 
 def said(error: Exception) -> str:

@@ -2,9 +2,9 @@
 
 import weakref
 from collections import Counter, OrderedDict
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import wraps
-from numbers import Integral
+from operator import index
 from unittest.mock import patch
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab._packing import hold, outer_hooks, unhold
 from hooklab.census import hooks_on
-from hooklab.exercises.check import Exercise, Prediction, expect_like, refuse, refuse_from_before
+from hooklab.exercises.check import Exercise, Prediction, expect_like, kind_of, refuse, refuse_from_before
 from hooklab.saved import saved_tensors
 
 # ---- 31.A: count the bytes by hand ----
@@ -175,13 +175,19 @@ def _count_once(answer, function, dtype=torch.float32, x=None):
             zh="函数返回了 `None`，应当返回一个整数。",
             en="The function returned `None`; a whole number is wanted.",
         )
-    if isinstance(got, bool) or not isinstance(got, Integral):
+    # A tensor or an array without dimensions is one number, of the kind that `item()` gives.
+    number = got.item() if getattr(got, "shape", None) == () and not getattr(got, "is_meta", False) else got
+    try:
+        whole = None if isinstance(number, bool | Tensor) else index(number)
+    except TypeError:
+        whole = None
+    if whole is None:
         refuse(
             "not_a_number",
-            zh=f"应当返回一个整数，得到的是 `{type(got).__name__}`。",
-            en=f"Return a whole number; found a `{type(got).__name__}`.",
+            zh=f"应当返回一个整数，得到的是 `{kind_of(got)}`。",
+            en=f"Return a whole number; found a `{kind_of(got)}`.",
         )
-    return got
+    return whole
 
 
 def _explain_count(function, words, got, want):
@@ -914,25 +920,45 @@ def _large_bytes(function):
     return value, arguments, sum(sizes.values())
 
 
-@contextmanager
-def _noting_saves():
-    """The memories that are saved meanwhile, also those that go to hooks of a checkpoint's own."""
-    storages = []  # held: no other memory comes to lie in their place
+def _most_in_backward(function, weight):
+    """The most bytes of large memories that are saved at a time while backward saves anything, with what forward has saved.
+
+    Also those that go to hooks of a checkpoint's own.
+    """
+    alive, most = weakref.WeakSet(), 0
+
+    def note(tensor):
+        if (storage := tensor.untyped_storage()).nbytes() >= SMALL:
+            alive.add(storage)
+
+    def pack(tensor):
+        note(tensor)
+        return hold(tensor)
+
     enter = saved_tensors_hooks.__enter__
 
     def entering(hooks):
-        pack = hooks.pack_hook
+        inner = hooks.pack_hook
 
-        @wraps(pack)  # with the marks by which a checkpoint knows its own
+        @wraps(inner)  # with the marks by which a checkpoint knows its own
         def noting(tensor):
-            storages.append(tensor.untyped_storage())
-            return pack(tensor)
+            nonlocal most
+            note(tensor)
+            most = max(most, sum(storage.nbytes() for storage in alive))
+            return inner(tensor)
 
         hooks.pack_hook = noting
         return enter(hooks)
 
-    with patch.object(saved_tensors_hooks, "__enter__", entering), saved_tensors_hooks(hold, unhold):
-        yield storages
+    with saved_tensors_hooks(pack, unhold):
+        value = function(*_arguments())
+    with (
+        patch.object(saved_tensors_hooks, "__enter__", entering),
+        saved_tensors_hooks(hold, unhold),
+        suppress(Exception),  # torch.func's transforms refuse to run beside hooks
+    ):
+        value.backward(weight)
+    return most
 
 
 def examine_lean(answer):
@@ -960,8 +986,7 @@ def examine_lean(answer):
         )
     weight = torch.linspace(0.5, 1.5, 10_000, dtype=torch.float64)
     (want * weight).sum().backward()
-    loss = (got * weight).sum()
-    loss.backward(retain_graph=True)
+    (got * weight).sum().backward()
     for name, tensor, wanted in zip(("x", "gain", "scale"), arguments, wanted_from, strict=True):
         if tensor.grad is None:
             refuse(
@@ -992,20 +1017,14 @@ def examine_lean(answer):
             en=f"Values and gradients are right, but as much as {held / size:g} times `x` is saved; it was {most // size}. "
             "After `with saved_tensors() as saved: lean(...)`, `saved.table()` shows by whom.",
         )
-    with (
-        _noting_saves() as storages,
-        suppress(Exception),
-    ):  # torch.func's transforms refuse to run beside hooks
-        loss.backward()
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() >= SMALL}
-    if (again := sum(sizes.values())) > most / 2:
+    if (again := _most_in_backward(answer, weight)) > most / 2:
         refuse(
             "saved_again",
-            zh=f"数值和梯度都对，前向存的也少，可是反向又带着计算图把前向重算了一遍，这时存下的相当于 {again / size:g} 个 `x`，"
+            zh=f"数值和梯度都对，前向存的也少，可是反向又带着计算图做了一遍计算，连同前向留下的，最多时同时存着相当于 {again / size:g} 个 `x`，"
             f"原来是 {most // size} 个：只是推迟，没有减半。重算是 35 的办法，这一题用不着。",
-            en="Values and gradients are right, and forward saves little, but backward runs forward again, with a graph, and then as much "
-            f"as {again / size:g} times `x` is saved; it was {most // size}: put off, not halved. Computing again is the way "
-            "of 35; here you can do without.",
+            en="Values and gradients are right, and forward saves little, but backward computes with a graph once more, and together "
+            f"with what forward has left as much as {again / size:g} times `x` is saved at a time; it was {most // size}: put off, not "
+            "halved. Computing again is the way of 35; here you can do without.",
         )
 
 
@@ -1026,6 +1045,29 @@ class _OnCtx(torch.autograd.Function):
     def backward(ctx, grad):
         x, gain, scale = ctx.given
         grad = grad * ctx.power / ctx.inside
+        return grad * gain * scale, (grad * x * scale).sum(), (grad * x * gain).sum()
+
+
+def _product_kept(x, gain, scale):
+    """Two memories of the size of `x` from forward, and two more in backward."""
+    inside = gain * scale * x
+    return checkpoint(lambda inside: torch.log(1 + torch.exp(inside)), inside, use_reentrant=False)
+
+
+class _FormulaWithGraph(torch.autograd.Function):
+    """Backward runs no forward again; its own formula makes a graph."""
+
+    @staticmethod
+    def forward(ctx, x, gain, scale):
+        ctx.save_for_backward(x, gain, scale)
+        return lean(x, gain, scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain, scale = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            power = torch.exp(-gain * x * scale)
+            grad = grad / (1 + power)
         return grad * gain * scale, (grad * x * scale).sum(), (grad * x * gain).sum()
 
 

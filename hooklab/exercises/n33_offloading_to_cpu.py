@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab._packing import outer_hooks
-from hooklab.exercises.check import Exercise, Prediction, Refused, refuse, said, within
+from hooklab.exercises.check import Exercise, Prediction, Refused, kind_of, refuse, said, within
 from hooklab.saved import Offload
 
 # ---- 33.A: bytes over bandwidth ----
@@ -57,8 +57,8 @@ def _number(got):
     if isinstance(number, bool) or not isinstance(number, Real | Decimal):
         refuse(
             "no_number",
-            zh=f"应当返回一个数（秒），得到的是 `{type(got).__name__}`。",
-            en=f"A number of seconds is wanted; found `{type(got).__name__}`.",
+            zh=f"应当返回一个数（秒），得到的是 `{kind_of(got)}`。",
+            en=f"A number of seconds is wanted; found `{kind_of(got)}`.",
         )
     return float(number)
 
