@@ -678,6 +678,31 @@ def test_the_buffer_of_a_file_in_memory_is_part_of_it():
     assert not any(isinstance(part, bytes) for part in found)
 
 
+def bytes_for_a_mask(fill):
+    """33.C with a mask in `uint8`, filled by `fill(mask, values)`."""
+
+    def write(tensor):
+        mask = tensor.view(torch.uint8).view(len(tensor), -1).any(1)
+        return mask, tensor[mask.bool()]
+
+    return n33._store(write, lambda slot: fill(*slot))
+
+
+def turned_after_reading():
+    """33.C: the second reading gives something, and something else."""
+
+    class Store:
+        def write(self, tensor):
+            return list(n33.zeros_store().write(tensor))
+
+        def read(self, slot):
+            tensor = n33.zeros_store().read(slot)
+            slot[1] = slot[1].flip(0)
+            return tensor
+
+    return Store()
+
+
 class Compressed:
     """33.C with a slot that is a file in memory."""
 
@@ -1022,6 +1047,7 @@ def noisy(output):
         ("33.C", partial(zeros_left_out, in_slots=False)),
         ("33.C", partial(zeros_left_out, in_slots=True)),
         ("33.C", Compressed),
+        ("33.C", bytes_for_a_mask(lambda mask, values: n33._fill(mask.bool(), values))),
         ("33.C", FreedWithItsSlot),
         ("34.A", lambda folder: in_a_folder_of_its_own(folder)),
         ("35.D", buffers_in_a_list(torch.Tensor.tolist)),
@@ -1029,7 +1055,7 @@ def noisy(output):
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
          "22.B-numpy", "31.A-tensor", "31.D-parts", "31.D-again", "32.C-numpy", "32.D-closure", "33.A-tensor", "33.A-fraction",
-         "33.C-closure", "33.C-slots", "33.C-file", "33.C-finalize", "34.A-folder", "35.D-lists", "35.B-beyond"],
+         "33.C-closure", "33.C-slots", "33.C-file", "33.C-bytes", "33.C-finalize", "34.A-folder", "35.D-lists", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -1420,6 +1446,11 @@ def counting_all(model, make_optimizer, count):
         ("31.D", n31._FormulaWithGraph.apply, "saved_again"),
         ("32.D", masks_in_a_closure, "not_smaller"),
         ("33.C", ShortIndices, "other_content"),
+        ("33.C", bytes_for_a_mask(lambda mask, values: values if mask.bool() else mask), "raised"),
+        ("33.C", bytes_for_a_mask(lambda mask, values: n33._fill(-mask.bool(), values)), "raised"),
+        ("33.C", bytes_for_a_mask(lambda mask, values: mask.double().masked_fill(mask.long(), 1)), "raised"),
+        ("33.C", bytes_for_a_mask(lambda mask, values: values.masked_select(mask)), "mask_of_bytes"),
+        ("33.C", turned_after_reading, "read_once"),
         ("34.C", small_pairs, "not_restored"),
         ("34.C", calls_what_can_be_called, "not_restored"),
         ("33.C", BitsInAList, "too_large"),

@@ -4,6 +4,7 @@ import array
 import gc
 import io
 import math
+import re
 import sys
 import weakref
 from contextlib import nullcontext
@@ -715,11 +716,15 @@ def examine_zeros_store(answer):
     _examine_two(store, store.write(content), content, torch.tensor([0, 3]))
 
 
+# What PyTorch says of a mask that is not `bool`: of one in `uint8`, where it names the kind.
+_OF_A_MASK = re.compile(r"only supports boolean masks.*(unsigned char|Byte)|for mask")
+
+
 def _read(store, slot, written):
     try:
         return store.read(slot)
     except RuntimeError as error:
-        if "bool" in str(error).lower() and _has_mask_of_bytes((store, slot), written):
+        if _OF_A_MASK.search(str(error)) and _has_mask_of_bytes((store, slot), written):
             refuse(
                 "mask_of_bytes",
                 zh=f"`read` 抛出了 `{said(error)}`，根源却在 `write`：它留下的掩码是 `uint8`。`uint8` 张量的 `any()` 还是 `uint8`，"
@@ -749,8 +754,8 @@ def _examine_second_read(store, slot, content):
     if not same:
         refuse(
             "read_once",
-            zh="同一个 `slot`，第一遍读得对，第二遍就读不回来了。反向可能再读一遍（`retain_graph=True`）：`read` 不能改动 `slot`。",
-            en="Of one `slot` the first reading is right, and at the second the content is gone. Backward may read it once more "
+            zh="同一个 `slot`，第一遍读得对，第二遍就不对了。反向可能再读一遍（`retain_graph=True`）：`read` 不能改动 `slot`。",
+            en="Of one `slot` the first reading is right, and the second is not. Backward may read it once more "
             "(`retain_graph=True`): `read` has to leave the `slot` as it is.",
         )
 
