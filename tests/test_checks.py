@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import check, clip, features, saved_tensors, select, trace
+from hooklab import Offload, check, clip, features, saved_tensors, select, trace
 from hooklab._reachable import within
 from hooklab.exercises import n15_many_tensors_at_once as n15
 from hooklab.exercises import n21_forward_hooks as n21
@@ -38,6 +38,7 @@ from hooklab.exercises import n33_offloading_to_cpu as n33
 from hooklab.exercises import n34_offloading_to_disk as n34
 from hooklab.exercises import n35_checkpointing as n35
 from hooklab.exercises.check import Exercise, Prediction, _all_checks, expect_like, refuse
+from hooklab.stores import Disk
 
 EXERCISES = [item for item in _all_checks() if isinstance(item, Exercise)]
 PREDICTIONS = [item for item in _all_checks() if isinstance(item, Prediction)]
@@ -688,6 +689,29 @@ def bytes_for_a_mask(fill):
     return n33._store(write, lambda slot: fill(*slot))
 
 
+class Around:
+    """A store that leaves the work to a `Disk`."""
+
+    def __init__(self, folder):
+        self.disk = Disk(folder)
+
+    def write(self, tensor):
+        return self.disk.write(tensor)
+
+    def read(self, slot):
+        return self.disk.read(slot)
+
+
+def on_disk(store, **options):
+    """34.D with a store of one's own around a `Disk`."""
+
+    class OnDisk(n34._Wrapper):
+        def context(self):
+            return Offload(self.module, to=store(self.folder), min_bytes=4096, **options)
+
+    return OnDisk
+
+
 def turned_after_reading():
     """33.C: the second reading gives something, and something else."""
 
@@ -1050,12 +1074,15 @@ def noisy(output):
         ("33.C", bytes_for_a_mask(lambda mask, values: n33._fill(mask.bool(), values))),
         ("33.C", FreedWithItsSlot),
         ("34.A", lambda folder: in_a_folder_of_its_own(folder)),
+        ("34.D", on_disk(n34._Copying)),
+        ("34.D", on_disk(Around)),
         ("35.D", buffers_in_a_list(torch.Tensor.tolist)),
         ("35.B", sizes_beyond_the_layer),
     ],
     ids=["00.B-list", "14.B-tuple", "14.C-edge", "15.B-dict", "21.A-eps", "21.B-prepend", "21.B-global", "22.A-global",
          "22.B-numpy", "31.A-tensor", "31.D-parts", "31.D-again", "32.C-numpy", "32.D-closure", "33.A-tensor", "33.A-fraction",
-         "33.C-closure", "33.C-slots", "33.C-file", "33.C-bytes", "33.C-finalize", "34.A-folder", "35.D-lists", "35.B-beyond"],
+         "33.C-closure", "33.C-slots", "33.C-file", "33.C-bytes", "33.C-finalize", "34.A-folder",
+         "34.D-copies", "34.D-around", "35.D-lists", "35.B-beyond"],
 )  # fmt: skip
 def test_another_right_way_passes(exercise, answer):
     message = check.exercise(exercise, answer)
@@ -1494,6 +1521,9 @@ def counting_all(model, make_optimizer, count):
             "other_threshold",
         ),
         ("34.D", n34._NoThreshold, "moved_small"),
+        ("34.D", n34._CopiesAll, "moved_own"),
+        ("34.D", on_disk(n34._Copying, keep=4096), "kept_some"),
+        ("34.D", on_disk(Around, keep=4096), "kept_some"),
         ("35.D", n35.by_state_dict, "wrong_gradients"),
         ("35.D", buffers_in_a_list(torch.Tensor.tolist, restores="never"), "wrong_buffers"),
         ("35.D", buffers_in_a_list(torch.Tensor.tolist, restores="without error"), "wrong_buffers"),

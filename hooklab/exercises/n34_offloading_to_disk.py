@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from threading import Thread
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -1336,8 +1337,24 @@ def save_to_disk(module, folder):
     return SaveToDisk()
 
 
+class _Write(NamedTuple):
+    """What a `Disk` was given once: for which folder, from which memory of how many bytes, and the content itself."""
+
+    folder: str
+    place: int
+    memory: int
+    content: Tensor
+
+    def is_of(self, own):
+        """Whether this is what `own` holds, or a copy of it."""
+        if self.place == own.untyped_storage().data_ptr():
+            return True
+        mine, its = (tensor.detach().flatten() for tensor in (self.content, own))
+        return mine.nbytes == its.nbytes and torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+
+
 class _Seen:
-    """What every `Disk` is given while this is open: in which folder, from which memory, how many bytes of it.
+    """What every `Disk` is given while this is open.
 
     And how often a `Disk` was made or an `Offload` opened.
     """
@@ -1348,7 +1365,8 @@ class _Seen:
 
         def noting(disk, tensor):
             storage = tensor.untyped_storage()
-            self.writes.append((disk.folder, storage.data_ptr(), storage.nbytes()))
+            content = tensor.detach().clone()
+            self.writes.append(_Write(disk.folder, storage.data_ptr(), storage.nbytes(), content))
             return write(disk, tensor)
 
         def counting(run):
@@ -1462,7 +1480,9 @@ def _examine_wrapper(answer, folder, seen):
             "of your own do not count here.",
         )
     _examine_writes(writes, model, folder)
-    if (kept := sum(nbytes for _, _, nbytes in wanted) - sum(nbytes for _, _, nbytes in writes)) > 0:
+    # Of the content: a store around a `Disk` may be given a copy, which lies in a memory no larger than that.
+    most, moved = (sum(write.content.nbytes for write in some) for some in (wanted, writes))
+    if (kept := most - moved) > 0:
         refuse(
             "kept_some",
             zh=f"该写进文件的，有 {kept:,} 字节留在了内存里。`keep` 是不是没有留成 0？",
@@ -1487,8 +1507,8 @@ def _examine_two_wrappers(answer, folder, seen):
         ]
         first, second = (
             {
-                where
-                for where, _, _ in seen.during(lambda run=run: run(torch.ones(64, 64)).sum().backward())[1]
+                write.folder
+                for write in seen.during(lambda run=run: run(torch.ones(64, 64)).sum().backward())[1]
             }
             for run in wrapped
         )
@@ -1549,9 +1569,10 @@ def _attend(wrapped, model, query, memory):
 
 
 def _of_its_own(writes, model):
-    """The memories of parameters and buffers that were written."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    return {place for _, place, _ in writes} & own
+    """The parameters and buffers that were written, or copies of them."""
+    return [
+        own for own in (*model.parameters(), *model.buffers()) if any(write.is_of(own) for write in writes)
+    ]
 
 
 def _examine_writes(writes, model, folder):
@@ -1562,7 +1583,7 @@ def _examine_writes(writes, model, folder):
             en="Forward is done and nothing was written to a `Disk`. The largest tensor has 5,120 bytes: what is the threshold, and "
             "where does it go?",
         )
-    if {where for where, _, _ in writes} != {folder}:
+    if {write.folder for write in writes} != {folder}:
         _refuse_folder()
     if moved := len(_of_its_own(writes, model)):
         refuse(
@@ -1570,14 +1591,14 @@ def _examine_writes(writes, model, folder):
             zh=f"写进文件的还有模块自己的参数或缓冲区（{moved} 个）：它们本来就一直在内存里。",
             en=f"Parameters or buffers of the module were written too ({moved} of them): they are in memory anyway.",
         )
-    if (smallest := min(nbytes for _, _, nbytes in writes)) < 4096:
+    if (smallest := min(write.memory for write in writes)) < 4096:
         refuse(
             "moved_small",
             zh=f"不到 4,096 字节的也写进了文件：最小的一个，内存只有 {smallest:,} 字节。",
             en=f"What is smaller than 4,096 bytes was written too: the smallest lies in a memory of {smallest:,}.",
         )
 
-    if all(nbytes > 4096 for _, _, nbytes in writes):
+    if all(write.memory > 4096 for write in writes):
         refuse(
             "threshold_off",
             zh="有一个张量的内存正好是 4,096 字节，它没有写进文件。",
@@ -1638,18 +1659,18 @@ def _examine_copy(wrapped, query, memory, seen):
             en=f"`copy.deepcopy` of your module raised `TypeError: {error}`. What does the module keep that has no copy?",
         )
     got, writes = seen.during(lambda: _attend(twin, twin, query, memory))
+    if any(grad is None for grad in got[1]):
+        refuse(
+            "copy_runs_original",
+            zh="`copy.deepcopy` 得到的副本，自己的参数没有梯度：它运行的还是原来那个模块。",
+            en="The copy that `copy.deepcopy` makes has no gradients in its own parameters: it still runs the first module.",
+        )
     if _of_its_own(writes, twin):
         refuse(
             "copy_moves_own",
             zh="原来的模块没有问题；`copy.deepcopy` 得到的副本，却把自己的参数或缓冲区也写进了文件。不写的是哪个模块的？",
             en="Fine with the first module; the copy that `copy.deepcopy` makes writes its own parameters or buffers too. Those of which "
             "module are left out?",
-        )
-    if any(grad is None for grad in got[1]):
-        refuse(
-            "copy_runs_original",
-            zh="`copy.deepcopy` 得到的副本，自己的参数没有梯度：它运行的还是原来那个模块。",
-            en="The copy that `copy.deepcopy` makes has no gradients in its own parameters: it still runs the first module.",
         )
     if not writes or not torch.equal(got[0], wrapped(query, memory, value=memory, need_weights=False)[0]):
         refuse(
@@ -1756,6 +1777,18 @@ class _IntoOneBuffer(Disk):
     def read(self, slot):
         content = super().read(slot)
         return self.buffer[: content.nbytes].copy_(content.view(torch.uint8)).view(content.dtype)
+
+
+class _Copying(Disk):
+    def write(self, tensor):
+        return super().write(tensor.clone())
+
+
+class _CopiesAll(_Wrapper):
+    """Gives the file copies, also of what belongs to the module."""
+
+    def context(self):
+        return Offload(to=_Copying(self.folder), min_bytes=4096)
 
 
 class _OneBuffer(_Wrapper):
