@@ -746,12 +746,15 @@ def _has_mask_of_bytes(held, written):
     )
 
 
-def _examine_second_read(store, slot, content):
+def _still_reads(store, slot, content):
     try:
-        same = torch.equal(store.read(slot), content)
+        return torch.equal(store.read(slot), content)
     except Exception:
-        same = False
-    if not same:
+        return False
+
+
+def _examine_second_read(store, slot, content):
+    if not _still_reads(store, slot, content):
         refuse(
             "read_once",
             zh="同一个 `slot`，第一遍读得对，第二遍就不对了。反向可能再读一遍（`retain_graph=True`）：`read` 不能改动 `slot`。",
@@ -825,11 +828,7 @@ def _examine_back(got, want, which, source):
 
 def _examine_two(store, slot, content, second):
     store.write(second)
-    try:
-        same = torch.equal(store.read(slot), content)
-    except Exception:
-        same = False
-    if not same:
+    if not _still_reads(store, slot, content):
         refuse(
             "one_slot",
             zh="写入第二个张量以后，第一个就读不回来了：每个 `slot` 要带齐自己的全部信息，不能放在 `self` 上。",
