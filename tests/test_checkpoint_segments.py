@@ -505,7 +505,7 @@ def test_a_layer_that_is_never_called_is_announced():
 
 
 def both(make, inputs, plan):
-    """The plain model, and the gradients after a step for each input, plain and in segments."""
+    """The plain model; and the gradients and buffers after backward for each input, plain and in segments."""
     found = []
     for segmented in (False, True):
         torch.manual_seed(0)
@@ -514,9 +514,10 @@ def both(make, inputs, plan):
         with context:
             for x in inputs:
                 model(x).square().sum().backward()
-        found.append((model, [param.grad for param in model.parameters()]))
+        gradients = [param.grad for param in model.parameters()]
+        assert any(grad.any() for grad in gradients)
+        found.append((model, [*gradients, *model.buffers()]))
     (plain, want), (_, got) = found
-    assert any(grad.any() for grad in want)
     return plain, want, got
 
 
@@ -528,7 +529,7 @@ def test_an_in_place_block_at_a_border_leaves_the_saved_input_alone():
 
     for blocks in (1, 3):
         _, want, got = both(make, [torch.randn(3, 4)], {"0": blocks})
-        assert all(map(torch.equal, want, got))
+        assert equal(want, got)
 
 
 def test_a_segment_that_edits_its_input_deeper_inside_is_named():
@@ -566,7 +567,7 @@ def test_a_buffer_from_inference_mode():
         return model
 
     _, want, got = both(with_whole, [torch.ones(3, 2)], {"0": 1})
-    assert all(map(torch.equal, want, got))
+    assert equal(want, got)
 
 
 def test_a_script_module_is_no_sequential():
@@ -626,7 +627,7 @@ def test_odd_buffers_have_their_old_value_again(kind):
         return nn.Sequential(nn.Sequential(LateBuffer(), nn.Tanh()))
 
     _, want, got = both(make, [torch.ones(3, 2) / 2] * 2, {"0": 2})
-    assert all(map(torch.equal, want, got))
+    assert equal(want, got)
 
 
 def test_a_buffer_that_carries_a_graph():
@@ -653,7 +654,7 @@ def test_buffers_that_fused_operations_edit_without_a_version():
         warnings.simplefilter("ignore")
         plain, want, got = both(make, torch.randn(2, 2, 1, 8, 8), {"0": 4})
     assert any("scale" in name for name, _ in plain.named_buffers())
-    assert all(map(torch.equal, want, got))
+    assert equal(want, got)
 
 
 def test_a_graph_that_ends_in_an_error_may_be_used():
@@ -991,8 +992,9 @@ def test_when_memory_is_full_at_the_begin_of_computing_again_buffers_stay(monkey
 
 
 def equal_gradients(make, plan):
+    """And equal buffers."""
     _, want, got = both(make, [torch.randn(3, 4)], plan)
-    assert all(map(torch.equal, want, got))
+    assert equal(want, got)
 
 
 class Around(nn.Module):
@@ -1187,6 +1189,31 @@ def test_blocks_of_torchscript(last, size):
         equal_gradients(make, {"body": size})
 
 
+def patched(block):
+    """As libraries do that wrap the forward of a layer: the new one is an attribute and knows the old one, of this layer."""
+    forward = block.forward
+    block.forward = lambda x: forward(x)
+    return block
+
+
+def compiled_by_itself(block):
+    block.compile(backend="eager")
+    return block
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("change", [patched, compiled_by_itself])
+def test_blocks_whose_forward_was_replaced_or_compiled(change, size):
+    torch._dynamo.reset()
+
+    def make():
+        torch.manual_seed(0)
+        return Around(change(block(4)), nn.Dropout(0.5), change(nn.BatchNorm1d(4)), nn.Tanh())
+
+    equal_gradients(make, {"body": size})
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -1252,7 +1279,7 @@ def test_a_buffer_that_a_layer_registers_in_its_first_forward():
 
     x = torch.randn(3, 4)
     plain, want, got = both(make, [x, x], {"1": 2})
-    assert all(map(torch.equal, want, got))
+    assert equal(want, got)
     assert plain[1][0].scale > 1
 
 
