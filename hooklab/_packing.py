@@ -70,9 +70,9 @@ def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
     return graph.saved_tensors_hooks(eager(pack), eager(unpack))
 
 
-def warn_of_nothing(what: str, model: nn.Module | None) -> None:
+def warn_of_nothing(what: str) -> None:
     """At the end of a block in which nothing of the model was saved, though something should have been."""
-    if model is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         why = "was it called there, in this thread, with grad on?"
         other = "Another such context (Offload, save_on_cpu), opened inside, takes what is saved in it."
         warnings.warn(

@@ -161,17 +161,17 @@ class SavedTensors(Sequence[SavedTensor]):
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._contexts.close()
         if kind is None and not self._ran:
-            _packing.warn_of_nothing("saved_tensors", self._model)
+            _packing.warn_of_nothing("saved_tensors")
 
     # ---- the hooks ----
 
-    def _record(self, tensor: Tensor, content: Any) -> "Saved":
+    def _record(self, tensor: Tensor) -> "Saved":
         # Of the calls that are running in this thread, the innermost first.
         module = next((self._names[call["self"]] for call in calls() if call["self"] in self._names), "")
         record = SavedTensor(module, "", first_shape(tensor), tensor.dtype, *self._memory(tensor))
         self._records.append(record)
         self._ran = self._ran or record.owner not in ("", "parameter") or may_be_running(set(self._names))
-        saved = Saved(self._log, record, content)
+        saved = Saved(self._log, record)
         # The hooks that are active are ours, or others that pass on to them.
         self._unnamed.append((weakref.ref(saved), record, _packing.outer_hooks()))
         return saved
@@ -201,10 +201,10 @@ class SavedTensors(Sequence[SavedTensor]):
 
 
 class Saved:
-    """What the graph holds in place of a saved tensor; when it lets go, the log knows."""
+    """What the graph holds beside the content of a saved tensor; when it lets go, the log knows."""
 
-    def __init__(self, log: list[tuple[SavedTensor, int]], record: SavedTensor, content: Any):
-        self.log, self.record, self.content = log, record, content
+    def __init__(self, log: list[tuple[SavedTensor, int]], record: SavedTensor):
+        self.log, self.record = log, record
         log.append((record, 1))
 
     @eager
@@ -216,17 +216,16 @@ def _hooks(of: list[SavedTensors]) -> tuple[Callable, Callable]:
     """A pair of hooks. Autograd keeps both with the graph, which must not keep the model: a result may be its attribute."""
     outer = _packing.outer_hooks() or (_packing.hold, _packing.unhold)
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> tuple[Any, Saved | None]:
         content = outer[0](tensor)
-        return of[0]._record(tensor, content) if of else content  # contexts may be left in another order
+        return content, (of[0]._record(tensor) if of else None)  # contexts may be left in another order
 
-    def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, Saved):
-            return outer[1](saved)
+    def unpack(packed: tuple[Any, Saved | None]) -> Tensor:
+        content, saved = packed
         # Outside backward there is no Node.
-        if NODE_CREATION_HOOK is None and (node := torch._C._current_autograd_node()) is not None:
+        if saved and NODE_CREATION_HOOK is None and (node := torch._C._current_autograd_node()) is not None:
             saved.record.operation = saved.record.operation or node_name(node)
-        return outer[1](saved.content)
+        return outer[1](content)
 
     return pack, unpack
 

@@ -226,7 +226,7 @@ class Offload:
         if kind is None:
             self._queue.make_room()
             if not self._ran:
-                _packing.warn_of_nothing("Offload", self._model)
+                _packing.warn_of_nothing("Offload")
 
     def __reduce__(self) -> Any:
         raise TypeError("Offload: it cannot be copied or pickled, nor what holds it; make one for each block")
