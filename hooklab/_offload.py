@@ -120,7 +120,8 @@ class Packed:
         if (tensor := self.tensor) is None:
             tensor = self.geometry.rebuild(self.queue.store.read(self.slot)).data  # whose version is 0
             self.left = self.uses
-            self.stay = self.queue.again.enter(tensor.untyped_storage().nbytes()) if self.uses > 1 else None
+            again = self.uses > 1 and not tensor.is_inference()  # of which nobody would notice edits
+            self.stay = self.queue.again.enter(tensor.untyped_storage().nbytes()) if again else None
         self.left -= 1  # so often it is still wanted
         if self.left <= 0:
             self.stay = None

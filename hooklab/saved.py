@@ -156,6 +156,8 @@ class Offload:
     If nothing of `model` was saved in a block with grad on, a warning says so.
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
+    A backward that itself edits a saved tensor which has moved edits a copy. A second reading, which plain PyTorch
+    refuses, reads the store again then; it is refused where that copy was waiting for it.
     After an error in backward what is left of the graph stays, in the store too, until this thread runs another
     backward, as in plain PyTorch.
     One memory that is saved in two shapes is moved twice. An edit through `.data`, or by NumPy, is not noticed, as by

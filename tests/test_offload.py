@@ -1469,6 +1469,35 @@ def test_a_backward_that_edits_what_it_is_given_raises_as_in_plain_training():
     assert offload.moved_bytes > 0
 
 
+def test_backward_in_inference_mode_is_as_in_plain_training(store):
+    """There no edit of what was read back is noticed: what is saved twice is read for each."""
+
+    class Negate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.save_for_backward(y)
+            return -y
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            if offload.moved_bytes:
+                y.zero_()  # in plain training the next who needs it would raise
+            return -grad
+
+    x, found = leaf(4), []
+    for context in (contextlib.nullcontext(), offload := Offload(to=store, min_bytes=0)):
+        x.grad = None
+        with context:
+            y = x.exp()  # which saves its result
+            loss = (y.sin() + Negate.apply(y)).sum()
+        with torch.inference_mode():
+            loss.backward()
+        found.append(x.grad)
+    assert offload.moved_bytes == x.nbytes
+    assert torch.equal(*found)
+
+
 def test_a_hint_that_fails_does_not_end_backward():
     hints = []
 
