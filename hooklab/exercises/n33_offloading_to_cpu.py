@@ -847,10 +847,13 @@ def _examine_size(store, content):
     if total > 0.8 * nbytes:
         refuse(
             "too_large",
-            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。Python 列表的一项要 8 字节；一个下标，`int64` 要 8 字节，`int32` 也要 4 字节；记下哪里不是 0，有更省的办法。",
+            zh=f"读写都对，可是 {nbytes} 字节的张量，`slot` 占了 {total} 字节，限度是 {int(0.8 * nbytes)}。"
+            "0 是不是也存进去了？记下哪里不是 0 也要占地方：列表的一项、`int64` 的下标各 8 字节，`int32` 的 4 字节；"
+            "`bool` 掩码每个元素 1 字节，按字节做掩码，`float32` 的一个数就要 4 字节。",
             en=f"It reads back right, but for a tensor of {nbytes} bytes the `slot` takes {total}; "
-            f"{int(0.8 * nbytes)} are allowed. An item of a Python list takes 8 bytes; an index takes 8 bytes in `int64` and 4 in `int32`; there is a cheaper way "
-            "to note where the elements are not 0.",
+            f"{int(0.8 * nbytes)} are allowed. Are the zeros stored as well? To note where the others are costs too: 8 bytes "
+            "for an item of a list or an `int64` index, 4 for an `int32` one; 1 for each element of a `bool` mask, and over "
+            "single bytes 4 for each `float32`.",
         )
     if total < 0.1 * nbytes:
         refuse(
