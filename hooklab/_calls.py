@@ -7,7 +7,6 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
-from torch.utils import checkpoint
 
 __all__ = [
     "CALL",
@@ -21,6 +20,7 @@ __all__ = [
 ]
 
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
+OTHER_CALLERS = "torch.utils.checkpoint", "torch._dynamo.eval_frame"
 
 
 def leave(running: list[tuple], module: nn.Module) -> bool:
@@ -49,11 +49,14 @@ def is_running(module: nn.Module) -> bool:
 
 
 def may_be_running(modules: set[nn.Module]) -> bool:
-    """True if a call of one of them is running in this thread, or a checkpoint, which saves its input before it calls."""
+    """True if a call of one of them is running in this thread, or what calls modules in a way of its own.
+
+    A checkpoint saves its input before it calls any; what is compiled calls none of those inside.
+    """
     frame = sys._getframe()
     while frame is not None:
         called = frame.f_code is CALL and frame.f_locals["self"] in modules
-        if called or frame.f_code.co_filename == checkpoint.__file__:
+        if called or frame.f_globals.get("__name__") in OTHER_CALLERS:
             return True
         frame = frame.f_back
     return False

@@ -161,7 +161,8 @@ class Queue:
     def pack(self, tensor: Tensor) -> Packed:
         storage = tensor.untyped_storage()
         place = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        key = (*place, tensor._version, tensor.is_conj())  # negative views never come here
+        # `x` and `x.data` count versions apart. Negative views never come here.
+        key = (*place, tensor._version, tensor.is_conj(), tensor.requires_grad)
         with self.lock:
             # A new storage may have the id of a dead one.
             if (packed := self.found.get(key)) is None or packed.storage() is not storage:
@@ -178,7 +179,7 @@ class Queue:
     @eager
     def make_room(self) -> None:
         """Beyond `keep` the oldest moves, but none that may still be filled."""
-        with self.lock:
+        with self.lock, torch._C._DisableFuncTorch():  # a block may end inside jvp
             while self.waiting.used > self.waiting.nbytes and self.oldest < self.count:
                 if (packed := self.packed.get(self.oldest)) is not None:
                     if any(self.oldest in numbers for numbers in self.newest.values()):
@@ -203,6 +204,7 @@ class Queue:
 
     def unpack(self, packed: Packed) -> Tensor:
         with self.lock:
+            self.found.clear()  # after a backward a memory may be filled anew, unnoticed, as fused optimizers do
             tensor = packed.content()
             if self.ahead.nbytes:
                 self.read_ahead(packed.number)

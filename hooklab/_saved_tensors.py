@@ -239,7 +239,7 @@ def nbytes(tensor: Tensor) -> int:
 def owned(model: nn.Module | None) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that have memory, by name."""
     named = () if model is None else (*model.named_parameters(), *model.named_buffers())
-    return [(name, t) for name, t in named if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided]
+    return [(name, tensor) for name, tensor in named if _packing.has_memory(tensor)]
 
 
 def _memories(records: Iterable[SavedTensor]) -> dict[int, int]:

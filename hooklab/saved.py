@@ -124,9 +124,9 @@ class Offload:
     `hessian` refuse to run beside one.
 
     Args:
-        model: its parameters and buffers stay where they are, views of them too: they live anyway. Without it,
-            only parameters themselves (and views of them) are recognised, and a buffer that a later forward of the block
-            has changed without a version (running statistics) may come back as it was at the first.
+        model: its parameters and buffers stay where they are, views of them too: they live anyway. Of other
+            models, and without it, only parameters themselves (and views of them) are recognised; a buffer that a later
+            forward of the block has changed without a version (running statistics) may come back as it was at the first.
         to: `"cpu"`: pinned memory, for tensors on a CUDA device; without one, everything passes through and
             counts in `.kept_bytes`. It stays pinned, for the next step, until the process ends; that of a
             `hooklab.stores.PinnedMemory()` of your own goes with it. `"disk"`: a file without a name among the temporary files;
@@ -160,9 +160,9 @@ class Offload:
     refuses, reads the store again then; it is refused where that copy was waiting for it.
     After an error in backward what is left of the graph stays, in the store too, until this thread runs another
     backward, as in plain PyTorch.
-    One memory that is saved in two shapes is moved twice. An edit through `.data`, or by NumPy, is not noticed, as by
-    autograd itself; and what is saved from that memory once more, while the block is open and the older graph alive,
-    counts as the same. A memory that was saved must not be emptied (`untyped_storage().resize_(0)`), as in plain PyTorch.
+    One memory that is saved in two shapes, or with a gradient and without, is moved twice. An edit through `.data`, by
+    NumPy, a fused optimizer or a collective is not noticed, as by autograd itself; and what is saved from that memory
+    once more, in the same block and before any backward, counts as the same. A memory that was saved must not be emptied (`untyped_storage().resize_(0)`), as in plain PyTorch.
     A matrix product with a slice may round otherwise in the last bit: what is read back begins elsewhere in memory.
 
     Example:

@@ -1300,6 +1300,11 @@ def test_another_model_and_a_loss_are_not_the_model(context):
         other_thread.submit(model, x).result().square()  # the hooks of this thread see the square alone
 
 
+def compiled_with_autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.compile(model, backend="aot_eager")(x).float()
+
+
 @pytest.mark.parametrize(
     "context", [saved_tensors, functools.partial(Offload, to=CountingStore(), min_bytes=0)]
 )
@@ -1312,6 +1317,7 @@ def test_another_model_and_a_loss_are_not_the_model(context):
         lambda model, x: checkpoint(model, x, use_reentrant=False),
         lambda model, x: checkpoint(model, x, use_reentrant=True),
         lambda model, x: torch.compile(model, backend="eager")(x),
+        lambda model, x: compiled_with_autocast(model, x),  # which saves copies of the parameters
         lambda model, x: nn.functional.linear(x, model[0].weight),  # not called, but used
         lambda model, x: torch.func.functional_call(model, dict(mlp(4, 4).named_parameters()), x),
         lambda model, x: torch.jit.script(model)(x),
@@ -1496,6 +1502,85 @@ def test_backward_in_inference_mode_is_as_in_plain_training(store):
         found.append(x.grad)
     assert offload.moved_bytes == x.nbytes
     assert torch.equal(*found)
+
+
+def newton(x):
+    """Each step builds a new graph while the last one is still there, and changes `x` without its version."""
+    for _ in range(20):
+        y = (x**4).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.sum(), x)
+        x.data -= slope.detach() / curvature
+
+
+def fused(x):
+    optimizer = torch.optim.Adam([x], lr=0.1, fused=True)
+    for _ in range(6):
+        loss = (x**4).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (x.grad,) = torch.autograd.grad(slope.square().sum(), x, retain_graph=True)
+        optimizer.step()
+
+
+def checked(x):
+    torch.autograd.gradgradcheck(lambda x: torch.tanh(x * x.sum()), x)
+
+
+@pytest.mark.parametrize("work", [newton, fused, checked])
+def test_what_is_saved_after_a_backward_is_not_taken_for_what_was_saved_before(work, store):
+    found = []
+    for context in (contextlib.nullcontext(), offload := Offload(to=store, min_bytes=0)):
+        x = torch.tensor([3.0, 1.0], dtype=torch.float64, requires_grad=True)
+        with context:
+            work(x)
+        found.append(x)
+    assert torch.equal(*found)
+    assert offload.moved_bytes > 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_counts_its_versions_apart_is_watched_apart(first):
+    """`x.data` lies in the same memory, but has a version of its own."""
+    x = leaf(4)
+    with Offload(to=CountingStore(), min_bytes=0) as offload:
+        h = x * 1
+        for one in (h.data, h) if not first else (h, h.data):
+            loss = (one * torch.ones(4, requires_grad=True)).sum() + x.sum()
+            if one is h:
+                of_h = loss
+    h.mul_(10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        of_h.backward()
+    assert offload.moved_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "context", [saved_tensors, Offload, functools.partial(Offload, to="disk", min_bytes=0)]
+)
+def test_a_layer_that_opens_a_block_works_inside_transforms(context):
+    class Wrapped(nn.Module):
+        def __init__(self, of):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.of = mlp(4, 4, 1), of
+
+        def forward(self, x):
+            with self.of(self.layer):
+                return self.layer(x)
+
+    def work(model):
+        x, parameters = torch.ones(5, 4), dict(model.named_parameters())
+        call = lambda given: torch.func.functional_call(model, given, (x,))  # noqa: E731
+        several = torch.vmap(call)({name: torch.stack([p, 2 * p]) for name, p in parameters.items()})
+        ones = {name: torch.ones_like(p) for name, p in parameters.items()}
+        y, tangent = torch.func.jvp(call, (parameters,), (ones,))
+        loss = (y * tangent).sum() + several.square().sum()
+        return [loss, *torch.autograd.grad(loss, list(parameters.values()))]
+
+    expected = work(Wrapped(lambda layer: contextlib.nullcontext()))
+    assert len(expected) == 1 + 4
+    for of in (context, lambda layer: context()):
+        assert all(map(torch.equal, expected, work(Wrapped(of))))
 
 
 def test_a_hint_that_fails_does_not_end_backward():
