@@ -53,12 +53,15 @@ class State:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
-        found = self.named("_buffers")
+        found, self.failed = self.named("_buffers"), False
         # The forward may itself take a derivative, for which this is computed again.
         self.used, self.buffers = {}, _copied(found)
         try:
             yield
-        finally:  # a graph that ends in an error may be used, too
+        except BaseException:  # a graph that ends in an error may be used, too
+            self.failed = True
+            raise
+        finally:
             # Of these there is no copy, but the version and the memory that the forward has used.
             unchanged = {place: b for place, b in found.items() if _is_as_before(b, self.buffers[place])}
             self.buffers |= unchanged
@@ -78,8 +81,8 @@ class State:
                 raise RuntimeError(f"checkpoint_segments: {found}; run backward before that")
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around computing it again."""
+    def again(self, inputs: tuple[Any, ...]) -> Iterator[None]:
+        """Around computing it again. A block may put hooks on what it is given, which hold for the first run already."""
         self.refuse_edits()
         copies = _copied(self.buffers)  # memory may be full: nothing is replaced yet
         flags, (enabled, cache) = list(self.flags), self.cached
@@ -89,16 +92,19 @@ class State:
         parameters, buffers = _own(self.named("_parameters")), self.named("_buffers")
         given = {place: p for place, p in _own(self.parameters).items() if place in parameters}
         noted = [(vars(one), dict(vars(one))) for one in self.owners]
+        hooked = [t for t in (*inputs, *self.parameters.values()) if isinstance(t, Tensor)]
+        hooks = [set(tensor._backward_hooks or ()) for tensor in hooked]
         try:
             self.put(flags, given | copies)
             yield
-        except RuntimeError as error:
-            # The word that all is computed again loses its name on the way through TorchScript; it never had a text.
-            message = str(error).rstrip()
-            if "TorchScript interpreter" not in message or not message.endswith("RuntimeError:"):
+        except Exception:  # as in the forward; all that it has saved is there by then
+            if not self.failed:
                 raise
         finally:
             self.put(now, parameters | buffers)
+            for tensor, old in zip(hooked, hooks, strict=True):
+                for key in (tensor._backward_hooks or {}).keys() - old:
+                    del tensor._backward_hooks[key]
             for own, old in noted:
                 for name in own.keys() - old.keys():
                     del own[name]
@@ -127,7 +133,10 @@ def _is_as_before(buffer: Tensor | None, old: Tensor | None) -> bool:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """The same content in memory of its own, without a graph; it requires a gradient where `tensor` does."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy = tensor.detach().clone()
+    return (
+        copy.requires_grad_() if tensor.requires_grad else copy
+    )  # inside jvp it cannot even be asked not to
 
 
 def version_of(tensor: Tensor) -> int | None:

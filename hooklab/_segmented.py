@@ -68,7 +68,7 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
     given = [input]
 
     def run(*leaves: Any) -> Any:
-        with state.first() if given else state.again():
+        with state.first() if given else state.again(leaves):
             output = given.pop() if given else tree_unflatten([_apart(leaf, copies) for leaf in leaves], spec)
             for block in segment:
                 output = block(output)
@@ -76,9 +76,8 @@ def run_saving_input(segment: list[nn.Module], input: Any, copies: bool) -> Any:
 
     before = _versions(leaves)
     state = State(segment)
-    # Stopping early means stopping at the last save, and RReLU fills its noise after that.
-    late = (isinstance(m, nn.RReLU) or getattr(m, "original_name", "") == "RReLU" for m in state.owners)
-    output = checkpoint(run, *leaves, use_reentrant=False, early_stop=not any(late))
+    # To stop at the last save would leave a block half done: what it was to put back, and the noise that RReLU fills in.
+    output = checkpoint(run, *leaves, use_reentrant=False, early_stop=False)
     if _versions(leaves) != before:
         where = f"the segment that begins with {type(segment[0]).__name__}"
         edits = "edits its input in place, or what an object in it holds, and the input is what is saved"

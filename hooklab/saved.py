@@ -61,14 +61,15 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     """Save only the input of every segment of a Sequential; the rest is computed again in backward.
 
     The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and
-    buffers are those of plain training, bit for bit: what a forward changes in buffers (running statistics) is
-    changed once, and random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on
-    the GPUs of the tensors that a segment is given (inside an object they do not count); not those of a
-    `torch.Generator` of your own, of NumPy, of Python's `random`, or of `F.rrelu` (the module `nn.RReLU` is safe).
-    Buffers that are views of one another are copied apart. What a block notes in an attribute (a loss, a count of its
-    calls) stays what the forward has noted, but for what it adds to a list or a dict. All else that a block uses has to
-    stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that change an output (take
-    them off after backward), attributes that are no buffers (a count that the output depends on belongs in one),
+    buffers are those of plain training, bit for bit: what a forward changes in the buffers of its modules (running
+    statistics) is changed once, hooks that it puts on its input or its parameters hold once, and random numbers of
+    PyTorch's global generators (dropout) are drawn again alike, on the CPU and on the GPUs of the tensors that a segment
+    is given (inside an object they do not count); not those of a `torch.Generator` of your own, of NumPy, or of Python's
+    `random`. Buffers that are views of one another are copied apart. A parameter that a forward edits is edited again, and
+    what a forward adds to `.grad` by a backward of its own is added again. What a block notes in an attribute (a loss, a
+    count of its calls) stays what the forward has noted, but for what it adds to a list or a dict. All else that a block
+    uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that change an
+    output (take them off after backward), attributes that are no buffers (a count that the output depends on belongs in one),
     globals. Blocks may write into a list, a dict or an object that they are given: each run has a copy, of an object
     one level deep (`copy.copy`).
 
@@ -162,7 +163,8 @@ class Offload:
     backward, as in plain PyTorch.
     One memory that is saved in two shapes, or with a gradient and without, is moved twice. An edit through `.data`, by
     NumPy, a fused optimizer or a collective is not noticed, as by autograd itself; and what is saved from that memory
-    once more, in the same block and before any backward, counts as the same. A memory that was saved must not be emptied (`untyped_storage().resize_(0)`), as in plain PyTorch.
+    once more, in the same block and before any backward, counts as the same. A memory that was saved must not be emptied
+    (`untyped_storage().resize_(0)`), as in plain PyTorch.
     A matrix product with a slice may round otherwise in the last bit: what is read back begins elsewhere in memory.
 
     Example:

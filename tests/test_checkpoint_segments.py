@@ -505,7 +505,7 @@ def test_a_layer_that_is_never_called_is_announced():
 
 
 def both(make, inputs, plan):
-    """The plain model; and the gradients and buffers after backward for each input, plain and in segments."""
+    """The plain model; and gradients, parameters and buffers after backward for each input, plain and in segments."""
     found = []
     for segmented in (False, True):
         torch.manual_seed(0)
@@ -516,7 +516,7 @@ def both(make, inputs, plan):
                 model(x).square().sum().backward()
         gradients = [param.grad for param in model.parameters()]
         assert any(grad.any() for grad in gradients)
-        found.append((model, [*gradients, *model.buffers()]))
+        found.append((model, [*gradients, *model.parameters(), *model.buffers()]))
     (plain, want), (_, got) = found
     return plain, want, got
 
@@ -812,8 +812,13 @@ def test_a_forward_of_its_own_on_the_object_is_refused():
         checkpoint_segments(model, {"0": 1})
 
 
+class Leaky(nn.Module):
+    def forward(self, x):
+        return nn.functional.rrelu(x, training=True)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
-@pytest.mark.parametrize("make", [nn.RReLU, lambda: torch.jit.script(nn.Sequential(nn.RReLU()))])
+@pytest.mark.parametrize("make", [nn.RReLU, lambda: torch.jit.script(nn.Sequential(nn.RReLU())), Leaky])
 def test_noise_that_is_drawn_after_the_last_save_is_drawn_again(make):
     model, by_segments = net(extra=lambda: (make(),)), net(extra=lambda: (make(),))
     expected = train(model)
@@ -992,7 +997,7 @@ def test_when_memory_is_full_at_the_begin_of_computing_again_buffers_stay(monkey
 
 
 def equal_gradients(make, plan):
-    """And equal buffers."""
+    """And equal parameters and buffers."""
     _, want, got = both(make, [torch.randn(3, 4)], plan)
     assert equal(want, got)
 
@@ -1187,6 +1192,97 @@ def test_blocks_of_torchscript(last, size):
 
     with torch.jit.optimized_execution(False):  # else it computes otherwise after the first runs
         equal_gradients(make, {"body": size})
+
+
+class Hooks(nn.Module):
+    """Its forward puts hooks on what it is given and on its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.weight.register_hook(lambda grad: grad + 1)
+
+    def forward(self, x):
+        x.register_hook(lambda grad: grad * 0.1)
+        if len(self.linear.weight._backward_hooks) < 2:
+            self.linear.weight.register_hook(lambda grad: grad * 0.1)
+        return self.linear(x).tanh()
+
+
+class Binary(nn.Linear):
+    """It puts back its weight after its last operation that saves something."""
+
+    def forward(self, x):
+        full, self.weight.data = self.weight.data, self.weight.data.sign()
+        y = super().forward(x).clone()
+        self.weight.data = full
+        return y
+
+
+class HooksForAWhile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        handle = self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        y = self.linear(x)
+        handle.remove()
+        assert not self.linear._forward_hooks
+        return y
+
+
+class DoublePrecision(nn.Module):
+    def forward(self, x):
+        torch.set_default_dtype(torch.float64)
+        y = x * torch.ones(4)
+        torch.set_default_dtype(torch.float32)
+        return y.float()
+
+
+class Tries(nn.Module):
+    """It has another way where the first one fails."""
+
+    def forward(self, x):
+        try:
+            return x * x.sin()
+        except Exception:
+            return x
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Hooks, lambda: Binary(4, 4), HooksForAWhile, DoublePrecision, Tries])
+def test_what_a_block_does_besides_is_done_once_or_to_the_end(kind, size):
+    def make():
+        torch.manual_seed(0)
+        return Around(kind(), nn.Tanh(), kind())
+
+    _, want, got = both(make, torch.randn(2, 3, 4), {"body": size})
+    assert equal(want, got)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_hooks_on_an_input_hold_once_in_every_backward():
+    def gradients(context):
+        torch.manual_seed(0)
+        model, found = Around(Hooks(), Hooks()), []
+        with context(model):
+            loss = model(torch.ones(3, 4)).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            found += [param.grad.clone() for param in model.parameters()]
+        return found
+
+    expected = gradients(lambda model: contextlib.nullcontext())
+    assert equal(expected, gradients(lambda model: checkpoint_segments(model, {"body": 1})))
+
+
+def test_forward_mode_derivatives_through_buffers_and_blocks_in_place():
+    model, x = Around(nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4)).eval(), torch.randn(3, 4)
+    expected = torch.func.jvp(model, (x,), (x,))
+    for size in (1, 2):
+        with checkpoint_segments(model, {"body": size}):
+            assert equal(expected, torch.func.jvp(model, (x,), (x,)))
 
 
 def patched(block):
