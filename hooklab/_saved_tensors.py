@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -116,8 +116,10 @@ class SavedTensors(Sequence[SavedTensor]):
         """A line for each module: tensors saved, their bytes, and the bytes nobody before it had saved."""
         rows = [("module", "saved by", "tensors", "bytes", "new bytes")]
         seen: set[int] = set()
-        for module in dict.fromkeys(record.module for record in self._records):
-            records = [record for record in self._records if record.module == module]
+        modules: defaultdict[str, list[SavedTensor]] = defaultdict(list)
+        for record in self._records:
+            modules[record.module].append(record)
+        for module, records in modules.items():
             new = _memories(r for r in records if r.storage not in seen and not r.owner)
             seen.update(new)
             names = (r.operation.removesuffix("0").removesuffix("Backward") or "-" for r in records)

@@ -130,12 +130,7 @@ def timeline(trace: Trace) -> Picture:
             "timeline: nothing has fired yet; run a forward or a backward inside the block of the trace"
         )
     facts = _timeline.facts(events, trace.lines())
-    if len(events) > MAX_EVENTS:
-        return Picture(
-            facts,
-            reason=f"not drawn: {len(events):,} events, more than the {MAX_EVENTS:,} that a picture can show; trace a part",
-        )
-    return _drawn(facts, _timeline.svg, events)
+    return _drawn_events(facts, _timeline.svg, events, len(events), "trace a part")
 
 
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
@@ -287,7 +282,8 @@ def memory(saved: SavedTensors) -> Picture:
         saved: what `hooklab.saved_tensors` returned, best after backward.
 
     Returns:
-        A `Picture`. `.facts`: how many were saved and let go, and the bytes held at the most and at the end.
+        A `Picture`. `.facts`: how many were saved and let go, and the bytes held at the most and at the end. Above 20,000
+        events there are the facts, and the reason why nothing is drawn.
 
     Raises:
         TypeError: `saved` is something else.
@@ -315,7 +311,14 @@ def memory(saved: SavedTensors) -> Picture:
         f"saved: {events['saved']:,}, let go: {events['let go']:,}\n"
         f"held at most: {max(saved.held):,} bytes\nheld at the end: {saved.held[-1]:,} bytes"
     )
-    return _drawn(facts, _plots.memory, saved)
+    return _drawn_events(facts, _plots.memory, saved, len(saved.held), "record fewer steps")
+
+
+def _drawn_events(facts: str, svg: Callable[[Any], str], what: Any, count: int, advice: str) -> Picture:
+    if count > MAX_EVENTS:
+        why = f"{count:,} events, more than the {MAX_EVENTS:,} that a picture can show"
+        return Picture(facts, reason=f"not drawn: {why}; {advice}")
+    return _drawn(facts, svg, what)
 
 
 def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:

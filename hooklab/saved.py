@@ -27,6 +27,8 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
     and passes tensors on to the saved-tensor hooks that are active on entry; contexts opened inside (a
     checkpoint's) displace it, so what they save is not seen. `torch.func.grad`, `vjp`, `jacrev` and `hessian`
     refuse to run beside saved-tensor hooks. If nothing of `model` was saved in a block with grad on, a warning says so.
+    PyTorch frees a graph whose Nodes Python has seen (here, or by `.grad_fn`) recursively: some 30,000 operations, one
+    upon the other, may end the process with a segmentation fault.
 
     Args:
         model: names the modules, and the parameters and buffers, which live anyway, as they are when the block begins. Of

@@ -450,6 +450,20 @@ def test_what_no_operation_has_saved_has_a_dash_in_the_table():
     assert total.split() == ["total", count, "48", "48"]
 
 
+def test_more_events_than_a_picture_can_show_are_not_drawn(monkeypatch):
+    x = torch.ones(3, requires_grad=True)
+    with saved_tensors() as saved:
+        x.exp().exp().sum().backward()
+    assert draw.memory(saved).svg
+    monkeypatch.setattr(draw, "MAX_EVENTS", 3)
+    picture = draw.memory(saved)
+    assert not picture.svg
+    assert "held at most: 24 bytes" in picture.facts
+    assert (
+        picture.reason == "not drawn: 4 events, more than the 3 that a picture can show; record fewer steps"
+    )
+
+
 def test_the_picture_says_what_is_held_at_most_and_at_the_end():
     x = leaf(1000)
     with saved_tensors() as saved:
