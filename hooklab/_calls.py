@@ -20,7 +20,6 @@ __all__ = [
 ]
 
 CALL = nn.Module._call_impl.__code__  # of the frame in which a module is called
-OTHER_CALLERS = "torch.utils.checkpoint", "torch._dynamo.eval_frame"
 
 
 def leave(running: list[tuple], module: nn.Module) -> bool:
@@ -56,7 +55,8 @@ def may_be_running(modules: set[nn.Module]) -> bool:
     frame = sys._getframe()
     while frame is not None:
         called = frame.f_code is CALL and frame.f_locals["self"] in modules
-        if called or frame.f_globals.get("__name__") in OTHER_CALLERS:
+        in_checkpoint = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        if called or in_checkpoint or frame.f_code.co_name == "compile_wrapper":
             return True
         frame = frame.f_back
     return False

@@ -53,13 +53,13 @@ class State:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the forward: notes which buffers it changes, and what they were."""
-        found, self.failed = self.named("_buffers"), False
+        found, self.failed = self.named("_buffers"), ()
         # The forward may itself take a derivative, for which this is computed again.
         self.used, self.buffers = {}, _copied(found)
         try:
             yield
-        except BaseException:  # a graph that ends in an error may be used, too
-            self.failed = True
+        except BaseException as error:  # a graph that ends in an error may be used, too
+            self.failed = type(error)
             raise
         finally:
             # Of these there is no copy, but the version and the memory that the forward has used.
@@ -92,19 +92,22 @@ class State:
         parameters, buffers = _own(self.named("_parameters")), self.named("_buffers")
         given = {place: p for place, p in _own(self.parameters).items() if place in parameters}
         noted = [(vars(one), dict(vars(one))) for one in self.owners]
-        hooked = [t for t in (*inputs, *self.parameters.values()) if isinstance(t, Tensor)]
-        hooks = [set(tensor._backward_hooks or ()) for tensor in hooked]
+        lists = [(item, list(item)) for own, _ in noted for item in own.values() if type(item) is list]
+        tensors = [t for t in (*inputs, *self.parameters.values()) if isinstance(t, Tensor)]
+        hooks = [(tensor, dict(tensor._backward_hooks or {})) for tensor in tensors]
         try:
             self.put(flags, given | copies)
             yield
-        except Exception:  # as in the forward; all that it has saved is there by then
-            if not self.failed:
-                raise
+        except self.failed:
+            pass  # as in the forward; all that it has saved is there by then
         finally:
             self.put(now, parameters | buffers)
-            for tensor, old in zip(hooked, hooks, strict=True):
-                for key in (tensor._backward_hooks or {}).keys() - old:
-                    del tensor._backward_hooks[key]
+            for item, old in lists:
+                item[:] = old
+            for tensor, old in hooks:
+                if tensor._backward_hooks is not None:
+                    tensor._backward_hooks.clear()
+                    tensor._backward_hooks.update(old)
             for own, old in noted:
                 for name in own.keys() - old.keys():
                     del own[name]
@@ -134,9 +137,7 @@ def _is_as_before(buffer: Tensor | None, old: Tensor | None) -> bool:
 def copy_of(tensor: Tensor) -> Tensor:
     """The same content in memory of its own, without a graph; it requires a gradient where `tensor` does."""
     copy = tensor.detach().clone()
-    return (
-        copy.requires_grad_() if tensor.requires_grad else copy
-    )  # inside jvp it cannot even be asked not to
+    return copy.requires_grad_() if tensor.requires_grad else copy  # within jvp that cannot be asked for
 
 
 def version_of(tensor: Tensor) -> int | None:

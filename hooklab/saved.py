@@ -26,7 +26,8 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
     Use it as `with saved_tensors(model) as saved:`, for the current thread. It changes no value and no gradient,
     and passes tensors on to the saved-tensor hooks that are active on entry; contexts opened inside (a
     checkpoint's) displace it, so what they save is not seen. `torch.func.grad`, `vjp`, `jacrev` and `hessian`
-    refuse to run beside saved-tensor hooks. If nothing of `model` was saved in a block with grad on, a warning says so.
+    refuse to run beside saved-tensor hooks. If nothing of `model` was saved in a block with grad on, a warning says so,
+    unless a checkpoint or something compiled ran in it.
     PyTorch frees a graph whose Nodes Python has seen (here, or by `.grad_fn`) recursively: some 30,000 operations, one
     upon the other, may end the process with a segmentation fault.
 
@@ -62,23 +63,24 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
 def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     """Save only the input of every segment of a Sequential; the rest is computed again in backward.
 
-    The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and
-    buffers are those of plain training, bit for bit: what a forward changes in the buffers of its modules (running
-    statistics) is changed once, hooks that it puts on its input or its parameters hold once, and random numbers of
-    PyTorch's global generators (dropout) are drawn again alike, on the CPU and on the GPUs of the tensors that a segment
-    is given (inside an object they do not count); not those of a `torch.Generator` of your own, of NumPy, or of Python's
-    `random`. Buffers that are views of one another are copied apart. A parameter that a forward edits is edited again, and
-    what a forward adds to `.grad` by a backward of its own is added again. What a block notes in an attribute (a loss, a
-    count of its calls) stays what the forward has noted, but for what it adds to a list or a dict. All else that a block
-    uses has to stay as it is until backward is over, as with `torch.utils.checkpoint`: forward hooks that change an
-    output (take them off after backward), attributes that are no buffers (a count that the output depends on belongs in one),
-    globals. Blocks may write into a list, a dict or an object that they are given: each run has a copy, of an object
-    one level deep (`copy.copy`).
+    The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and buffers
+    are those of plain training, bit for bit: what a forward changes in the buffers of its modules (running
+    statistics) is changed once, what it puts with `register_hook` on its input or its parameters holds once, and
+    random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on the GPUs of the
+    tensors that a segment is given (inside an object they do not count); not those of a `torch.Generator` of your
+    own, of NumPy, or of Python's `random`. Buffers that are views of one another are copied apart. A parameter that a
+    forward edits is edited again, and what a forward adds to `.grad` by a backward of its own is added again. What a
+    block notes in an attribute (a loss, a count of its calls) stays what the forward has noted, also in a list, but
+    not in a dict. All else that a block uses has to stay as it is until backward is over, as with
+    `torch.utils.checkpoint`: forward hooks that change an output or compute with grad (take them off after backward),
+    attributes that are no buffers (a count that the output depends on belongs in one), globals. Blocks may write into
+    a list, a dict or an object that they are given: each run has a copy, of an object one level deep (`copy.copy`).
 
     Args:
         model: any module.
         plan: blocks per segment by the name of a Sequential, `{"layer1": 1, "layer2": 2}`; `""` is the model
-            itself. Small segments save less memory, and hold less while they are computed again.
+            itself. Small segments save less memory, and hold less while they are computed again. Each is computed again to
+            its end, also a Linear after the last save, where torch's own checkpoint stops.
 
     Returns:
         A handle with `.remove()`.
@@ -143,8 +145,8 @@ class Offload:
         min_bytes: what lies in a smaller memory than this stays.
 
     Attributes:
-        moved_bytes: written to the store so far, complete when the block ends; a tensor that is saved twice is
-            written once.
+        moved_bytes: written to the store so far, complete when the block ends; a tensor that is saved twice, with no
+            backward in between, is written once.
         kept_bytes: saved, but not moved so far (parameters and buffers not counted); what never moves (below) counts
             as often as it was saved.
 
@@ -156,17 +158,18 @@ class Offload:
             edited in place, as without `Offload`.
         NotImplementedError: on entry, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
 
-    If nothing of `model` was saved in a block with grad on, a warning says so.
+    If nothing of `model` was saved in a block with grad on, a warning says so, unless a checkpoint or something compiled
+    ran in it.
 
     What never moves: memory below `min_bytes`, sparse, nested and quantized tensors, negative views, subclasses.
     A backward that itself edits a saved tensor which has moved edits a copy. A second reading, which plain PyTorch
     refuses, reads the store again then; it is refused where that copy was waiting for it.
     After an error in backward what is left of the graph stays, in the store too, until this thread runs another
     backward, as in plain PyTorch.
-    One memory that is saved in two shapes, or with a gradient and without, is moved twice. An edit through `.data`, by
-    NumPy, a fused optimizer or a collective is not noticed, as by autograd itself; and what is saved from that memory
-    once more, in the same block and before any backward, counts as the same. A memory that was saved must not be emptied
-    (`untyped_storage().resize_(0)`), as in plain PyTorch.
+    One memory that is saved in two shapes, or with a gradient and without, is moved twice. An edit through `.data`,
+    by NumPy, a fused optimizer or a collective is not noticed, as by autograd itself; and what is saved from that
+    memory once more, in the same block and before a backward that reads back what was moved, counts as the same. A
+    memory that was saved must not be emptied (`untyped_storage().resize_(0)`), as in plain PyTorch.
     A matrix product with a slice may round otherwise in the last bit: what is read back begins elsewhere in memory.
 
     Example:

@@ -1204,9 +1204,33 @@ class Hooks(nn.Module):
 
     def forward(self, x):
         x.register_hook(lambda grad: grad * 0.1)
-        if len(self.linear.weight._backward_hooks) < 2:
-            self.linear.weight.register_hook(lambda grad: grad * 0.1)
+        self.linear.weight.register_hook(lambda grad: grad * 0.1)
         return self.linear(x).tanh()
+
+
+class HooksAnew(nn.Module):
+    """Each forward takes off the hook of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.handle = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = self.linear.weight.register_hook(lambda grad: grad * 0.1)
+        return self.linear(x).tanh()
+
+
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        y = self.linear(x).relu()
+        self.seen.append(y)
+        return sum(self.seen[-1:])
 
 
 class Binary(nn.Linear):
@@ -1251,7 +1275,9 @@ class Tries(nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", [Hooks, lambda: Binary(4, 4), HooksForAWhile, DoublePrecision, Tries])
+@pytest.mark.parametrize(
+    "kind", [Hooks, HooksAnew, Lists, lambda: Binary(4, 4), HooksForAWhile, DoublePrecision, Tries]
+)
 def test_what_a_block_does_besides_is_done_once_or_to_the_end(kind, size):
     def make():
         torch.manual_seed(0)
@@ -1260,6 +1286,79 @@ def test_what_a_block_does_besides_is_done_once_or_to_the_end(kind, size):
     _, want, got = both(make, torch.randn(2, 3, 4), {"body": size})
     assert equal(want, got)
     assert torch.get_default_dtype() == torch.float32
+
+
+class Down(nn.Module):
+    def __init__(self, skips):
+        super().__init__()
+        self.linear, self.skips = nn.Linear(4, 4), skips
+
+    def forward(self, x):
+        y = self.linear(x).relu()
+        self.skips.append(y)
+        return y
+
+
+class UNet(nn.Module):
+    """What goes down is kept in a list, and taken from it on the way up."""
+
+    def __init__(self):
+        super().__init__()
+        self.skips = []
+        self.body, self.up = nn.Sequential(Down(self.skips), Down(self.skips)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.body(x)
+        while self.skips:
+            y = self.up(y + self.skips.pop())
+        return y
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_blocks_hand_on_in_a_list_is_there_once(size):
+    plain, want, got = both(UNet, torch.randn(3, 2, 4), {"body": size})
+    assert equal(want, got)
+    assert plain.skips == []
+
+
+class Stop(BaseException):
+    """Ends a forward, from a hook that stays."""
+
+
+@pytest.mark.parametrize("error", [Stop, ValueError])
+def test_a_forward_that_a_hook_ends_ends_there_again(error):
+    def gradients(context):
+        torch.manual_seed(0)
+        model, found = Around(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+
+        def end(module, args):
+            found.append(args[0])
+            raise error
+
+        model.body[2].register_forward_pre_hook(end)
+        with context(model), contextlib.suppress(error):
+            model(torch.ones(3, 4))
+        found[0].square().sum().backward()
+        return [model.body[0].weight.grad, model.stem.weight.grad]
+
+    expected = gradients(lambda model: contextlib.nullcontext())
+    assert equal(expected, gradients(lambda model: checkpoint_segments(model, {"body": 3})))
+
+
+def test_another_error_after_a_forward_that_raised_is_not_lost():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if torch._C._current_graph_task_id() != -1:
+                raise MemoryError("in recomputation")
+            self.found = x.tanh()
+            raise ValueError
+
+    model = Around(nn.Linear(4, 4), Fails())
+    with checkpoint_segments(model, {"body": 2}):
+        with contextlib.suppress(ValueError):
+            model(torch.ones(3, 4))
+        with pytest.raises(MemoryError, match="in recomputation"):
+            model.body[1].found.sum().backward()
 
 
 def test_hooks_on_an_input_hold_once_in_every_backward():
@@ -1277,6 +1376,9 @@ def test_hooks_on_an_input_hold_once_in_every_backward():
     assert equal(expected, gradients(lambda model: checkpoint_segments(model, {"body": 1})))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "node_creation_hook"), reason="this PyTorch's checkpoint takes no jvp"
+)
 def test_forward_mode_derivatives_through_buffers_and_blocks_in_place():
     model, x = Around(nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4)).eval(), torch.randn(3, 4)
     expected = torch.func.jvp(model, (x,), (x,))

@@ -1336,6 +1336,20 @@ def test_a_model_that_is_run_in_any_way_is_not_warned_about(context, run):
     assert x.grad is not None
 
 
+def test_a_step_that_the_compiler_leaves_alone_is_warned_about():
+    model, w = mlp(4, 4), torch.ones(4, requires_grad=True)
+
+    @torch.compiler.disable
+    def step():
+        with Offload(model, to=CountingStore(), min_bytes=0):
+            with torch.no_grad():
+                x = model(torch.ones(2, 4))
+            return (x * w).sum()
+
+    with pytest.warns(UserWarning, match="nothing of the model was saved"):
+        step()
+
+
 def test_a_block_in_which_anything_was_saved_ends_without_a_warning():
     model = nn.Linear(2, 2)
     with warnings.catch_warnings():
