@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -181,12 +182,12 @@ def memory(saved: SavedTensors) -> str:
     top = max(held) * 1.18 or 1.0
     with _figure(7.5, 3.0) as (figure, out):
         axes = figure.subplots()
-        bands = list(_bands([module.split(".")[0] for module, _ in saved.events]))
+        bands = list(_bands(_parts([module for module, _ in saved.events])))
         shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]
         axes.broken_barh(shades, (0, top), color="#eef2f7", lw=0)
         for begin, end, part, _ in bands:
-            if end - begin > len(held) * 0.012 * (len(part) + 1):
-                axes.text((begin + end) / 2, top * 0.93, part, ha="center", fontsize=7, color="#555555")
+            if end - begin > len(held) * 0.009 * (len(part[-1]) + 1):
+                axes.text((begin + end) / 2, top * 0.93, part[-1], ha="center", fontsize=7, color="#555555")
         axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)
         axes.stairs(held[1:], range(len(held)), color=BLUE, lw=1.2, baseline=None)
         first = next((i for i, (_, event) in enumerate(saved.events) if event == "let go"), None)
@@ -201,7 +202,17 @@ def memory(saved: SavedTensors) -> str:
     return out[0]
 
 
-def _bands(parts: list[str]) -> Iterator[tuple[int, int, str, bool]]:
+def _parts(modules: list[str]) -> list[tuple[str, ...]]:
+    """The part of the model that each lies in: as far down as it takes for none to have more than three quarters."""
+    names = [tuple(module.split(".")) for module in modules]
+    for depth in range(1, max(map(len, names)) + 1):
+        parts = [name[:depth] for name in names]
+        if max(Counter(parts).values()) <= len(parts) * 0.75:
+            break
+    return parts
+
+
+def _bands(parts: list[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...], bool]]:
     """Stretches of equal names: begin, end, name, and every second one shaded."""
     begin, shaded = 0, False
     for end in range(1, len(parts) + 1):

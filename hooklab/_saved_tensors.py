@@ -156,7 +156,9 @@ class SavedTensors(Sequence[SavedTensor]):
             contexts.callback(self._unnamed.clear)  # it holds the hooks of others
             contexts.enter_context(_packing.installed(*_hooks(block)))
             if NODE_CREATION_HOOK is not None:
-                contexts.enter_context(NODE_CREATION_HOOK(self._on_node))
+                # DistributedDataParallel keeps this one as well.
+                on_node = eager(lambda node: block[0]._on_node(node) if block else None)
+                contexts.enter_context(NODE_CREATION_HOOK(on_node))
             self._open, self._contexts = block, contexts.pop_all()
         return self
 

@@ -83,6 +83,8 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         if kind.forward is nn.Sequential.forward and "forward" not in vars(module):
             return module
         found += " with a forward of its own"
+        if "forward" in vars(module):
+            found += ", put on the object, as accelerate does: call checkpoint_segments before that"
     elif isinstance(module, nn.ModuleList):
         switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
         advice = f"put torch.utils.checkpoint there, or use {switch}"

@@ -276,7 +276,7 @@ def memory(saved: SavedTensors) -> Picture:
     """What autograd holds: it grows while the forward saves tensors, and shrinks while backward lets them go.
 
     One step to the right for each tensor saved or let go; each memory is counted once, parameters and buffers
-    are not. The bands are the parts of the model.
+    are not. The bands are the parts of the model, those inside where one is nearly all of it.
 
     Args:
         saved: what `hooklab.saved_tensors` returned, best after backward.

@@ -803,11 +803,27 @@ def test_slices_copies_and_pickles_are_ordinary(kind):
     assert type(model[0]) is kind
 
 
+def test_a_forward_that_was_wrapped_meanwhile_runs_plainly_afterwards():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
+    x = torch.ones(3, 2)
+    expected = model(x)
+    with checkpoint_segments(model, {"0": 1, "": 1}):
+        for part in (model, model[0]):
+            part.forward = torch.autocast("cpu", enabled=False)(part.forward)
+        model(x).sum().backward()
+        other = copy.deepcopy(model)
+    for one in (model, other):
+        with saved_tensors(one) as saved:
+            assert torch.equal(one(x), expected)
+        assert [record.shape for record in saved] == [(3, 2), (3, 2), (3, 2), (2, 1)]  # nothing is left out
+
+
 def test_a_forward_of_its_own_on_the_object_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     model[0].forward = lambda x: x
     with pytest.raises(
-        TypeError, match=r"found torch.nn.modules.container.Sequential with a forward of its own"
+        TypeError,
+        match=r"container.Sequential with a forward of its own, put on the object, as accelerate does",
     ):
         checkpoint_segments(model, {"0": 1})
 

@@ -1,5 +1,6 @@
 """`saved_tensors`: what autograd saves, counted and named, and let go again."""
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -13,7 +14,7 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import Offload, draw, no_leftovers, saved_tensors, trace
+from hooklab import Offload, _saved_tensors, draw, no_leftovers, saved_tensors, trace
 
 names_nodes = pytest.mark.skipif(
     not hasattr(graph, "node_creation_hook"), reason="this PyTorch does not show Nodes as they are created"
@@ -309,6 +310,22 @@ def test_no_hook_stays_also_after_an_error():
     assert len(seen) == 1
 
 
+def test_who_keeps_the_hook_on_nodes_does_not_keep_the_model(monkeypatch):
+    """As DistributedDataParallel does in a backward inside the block."""
+    kept = []
+    monkeypatch.setattr(
+        _saved_tensors, "NODE_CREATION_HOOK", lambda hook: kept.append(hook) or contextlib.nullcontext()
+    )
+    model = nn.Linear(2, 2)
+    gone = weakref.ref(model)
+    with saved_tensors(model) as saved:
+        loss = model(torch.ones(1, 2)).sum()
+    del model, saved, loss
+    assert len(kept) == 1
+    assert gone() is None
+    kept[0](None)  # and what comes later is nobody's
+
+
 def test_graph_and_memory_go_without_gc():
     gc.collect()
     gc.disable()
@@ -496,6 +513,20 @@ def test_the_picture_has_the_parts_of_the_model():
     svg = draw.memory(saved).svg
     assert svg.count(">stem<") == 2  # going and coming back
     assert svg.count(">head<") == 1  # without a break in between
+
+
+def test_the_picture_goes_inside_a_part_that_is_nearly_all_of_the_model():
+    blocks = {name: nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 3) for name in ("down", "up")}
+    model = nn.ModuleDict({"module": nn.ModuleDict({"model": nn.Sequential()}), "head": nn.Linear(4, 1)})
+    for name, block in blocks.items():
+        model["module"]["model"].add_module(name, block)
+    with saved_tensors(model) as saved:
+        y = model["head"](model["module"]["model"](torch.ones(2, 4)))
+    y.sum().backward()
+    svg = draw.memory(saved).svg
+    assert ">module<" not in svg
+    assert ">model<" not in svg
+    assert svg.count(">down<") == svg.count(">up<") == 2
 
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], "saved"])
