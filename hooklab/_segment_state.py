@@ -82,7 +82,7 @@ class State:
 
     @contextmanager
     def again(self, inputs: tuple[Any, ...]) -> Iterator[None]:
-        """Around computing it again. A block may put hooks on what it is given, which hold for the first run already."""
+        """Around computing it again, from these inputs."""
         self.refuse_edits()
         copies = _copied(self.buffers)  # memory may be full: nothing is replaced yet
         flags, (enabled, cache) = list(self.flags), self.cached
@@ -91,27 +91,36 @@ class State:
         now = [(one, name, getattr(one, name)) for one, name, _ in flags]
         parameters, buffers = _own(self.named("_parameters")), self.named("_buffers")
         given = {place: p for place, p in _own(self.parameters).items() if place in parameters}
-        noted = [(vars(one), dict(vars(one))) for one in self.owners]
-        lists = [(item, list(item)) for own, _ in noted for item in own.values() if type(item) is list]
-        tensors = [t for t in (*inputs, *self.parameters.values()) if isinstance(t, Tensor)]
-        hooks = [(tensor, dict(tensor._backward_hooks or {})) for tensor in tensors]
-        try:
-            self.put(flags, given | copies)
-            yield
-        except self.failed:
-            pass  # as in the forward; all that it has saved is there by then
-        finally:
-            self.put(now, parameters | buffers)
-            for item, old in lists:
-                item[:] = old
-            for tensor, old in hooks:
-                if tensor._backward_hooks is not None:
-                    tensor._backward_hooks.clear()
-                    tensor._backward_hooks.update(old)
-            for own, old in noted:
-                for name in own.keys() - old.keys():
-                    del own[name]
-                own.update(old)
+        tensors = [one for one in (*inputs, *self.parameters.values()) if isinstance(one, Tensor)]
+        with _undone(self.owners, tensors):
+            try:
+                self.put(flags, given | copies)
+                yield
+            except self.failed:
+                pass  # as in the forward; all that it has saved is there by then
+            finally:
+                self.put(now, parameters | buffers)
+
+
+@contextmanager
+def _undone(modules: list[nn.Module], tensors: list[Tensor]) -> Iterator[None]:
+    """What is noted meanwhile in attributes and lists of the modules, and which hooks the tensors get, goes again."""
+    noted = [(vars(one), dict(vars(one))) for one in modules]
+    lists = [(item, list(item)) for own, _ in noted for item in own.values() if type(item) is list]
+    hooks = [(tensor, dict(tensor._backward_hooks or {})) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for own, old in noted:
+            for name in own.keys() - old.keys():
+                del own[name]
+            own.update(old)
+        for item, old in lists:
+            item[:] = old
+        for tensor, old in hooks:
+            if tensor._backward_hooks is not None:
+                tensor._backward_hooks.clear()
+                tensor._backward_hooks.update(old)
 
 
 def _is_there(tensor: Tensor | None) -> bool:
