@@ -39,9 +39,8 @@ class Segmented(nn.Sequential):
         return object.__new__, (self._hooklab_kind,), vars(self)
 
     def forward(self, input: Any) -> Any:
-        if not isinstance(
-            self, Segmented
-        ):  # switched back, and what wraps a forward (accelerate, autocast) kept this one
+        # Switched back; but what wraps a forward, as accelerate and autocast do, has kept this one.
+        if not isinstance(self, Segmented):
             return type(self).forward(self, input)
         plain = not torch.is_grad_enabled() or not self._hooklab_blocks
         if not self._hooklab_called:

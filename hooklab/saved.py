@@ -79,8 +79,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
     Args:
         model: any module.
         plan: blocks per segment by the name of a Sequential, `{"layer1": 1, "layer2": 2}`; `""` is the model
-            itself. Small segments save less memory, and hold less while they are computed again. Each is computed again to
-            its end, also a Linear after the last save, where torch's own checkpoint stops.
+            itself. Small segments save less memory, and hold less while they are computed again. A segment is computed
+            again to its end, where torch's own checkpoint stops at the last save, before a Linear for example.
 
     Returns:
         A handle with `.remove()`.
