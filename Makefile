@@ -36,7 +36,7 @@ help:
 	       echo "hooklab: $(PYTHON) can neither make an environment (venv) nor install (pip), or there is no network."; \
 	       echo "         Install uv by hand, no root needed: https://docs.astral.sh/uv/ , then run make again."; exit 1; }
 
-$(READY): pyproject.toml hooklab/lab_defaults.json $(wildcard hooklab/labextension/* hooklab/labextension/*/* hooklab/labextension/*/*/*) | $(UV_NEEDED)
+$(READY): pyproject.toml $(wildcard labextension/* labextension/*/* labextension/*/*/*) | $(UV_NEEDED)
 	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 .venv（第一次要几分钟，Linux 上约 5 GB）……"
 	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (some minutes the first time, about 5 GB on Linux) ..."
 	@$(UV) sync || { \
@@ -56,7 +56,7 @@ test: $(READY)
 	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST)
 
 screenshots: $(READY)
-	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs tests/test_browser.py
+	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs tests/browser/test_browser.py
 
 # ATEN_CPU_CAPABILITY=default switches vector instructions off; HOOKLAB_THREADS is what lesson.start() uses.
 test-portable: export HOOKLAB_AGAIN = 0
@@ -69,7 +69,7 @@ test-portable: $(READY)
 	@echo "hooklab: notebooks as they are, each in a kernel that starts afresh, round 3 of 3"; HOOKLAB_FORK=0 $(PYTEST) -q notebooks
 
 refresh: $(READY)
-	@$(RUN) python tests/refresh.py
+	@$(RUN) python tools/refresh.py
 
 lint: $(READY)
 	@$(RUN) ruff check && $(RUN) ruff format --check

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 def pytest_configure(config):
     config.option.nbval_kernel_name = forked_kernels.NAME
-    config.option.nbval_sanitize_with = str(ROOT / "tests" / "nbval_sanitize.cfg")
+    config.option.nbval_sanitize_with = str(ROOT / "tests" / "support" / "nbval_sanitize.cfg")
     undone_at_the_end = ExitStack()
     config.add_cleanup(undone_at_the_end.close)
     folder = Path(undone_at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="hooklab-jupyter-")))

@@ -14,11 +14,16 @@ except ModuleNotFoundError as error:
 
 from hooklab import draw
 from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
-from hooklab.exercises import check
-from hooklab.modules import clip_gradients, features, layer_statistics, select, verbose, with_grad
+from hooklab.course import check
+from hooklab.gradients import clip, clip_gradients, scale, watch, zero
+from hooklab.layers.features import features, with_grad
+from hooklab.layers.select import select
+from hooklab.layers.statistics import layer_statistics
+from hooklab.layers.verbose import verbose
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
-from hooklab.tensors import clip, scale, watch, zero
-from hooklab.trace import trace
+from hooklab.tracing import trace
+
+__version__ = "0.1.0"
 
 __all__ = [
     "HookLeak",

@@ -14,10 +14,10 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from hooklab import _refuse
-from hooklab._cells import in_cell
-from hooklab._compiler import eager
-from hooklab._hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
+from hooklab._support import refuse
+from hooklab._support.compiler import eager
+from hooklab._support.hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
+from hooklab.course.cells import in_cell
 
 __all__ = ["HookLeak", "HookRecord", "hooks_on", "no_leftovers"]
 
@@ -130,7 +130,7 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         ...     handle = layer.register_forward_hook(print)
         ...     handle.remove()
     """
-    _refuse.no_module("no_leftovers", model)
+    refuse.no_module("no_leftovers", model)
     before = {hook.key for hook in hooks_on(model)}
     try:
         yield

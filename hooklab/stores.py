@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooklab import _refuse
-from hooklab._compiler import eager
-from hooklab._slots import Row, Slot, aligned
+from hooklab._support import refuse
+from hooklab._support.compiler import eager
+from hooklab._support.slots import Row, Slot, aligned
 
 __all__ = ["Disk", "PinnedMemory"]
 
@@ -174,8 +174,8 @@ class PinnedMemory:
     """
 
     def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB):
-        self.in_flight = _refuse.count("PinnedMemory", "in_flight", in_flight)
-        self.chunk = _refuse.count("PinnedMemory", "chunk", chunk)
+        self.in_flight = refuse.count("PinnedMemory", "in_flight", in_flight)
+        self.chunk = refuse.count("PinnedMemory", "chunk", chunk)
         # Of each device its own: what one frees, another might fill while the first one's copy still reads it.
         self._chunks: list[tuple[torch.device, Row, Tensor]] = []
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event, source): the copy still reads the source

@@ -1,0 +1,1 @@
+"""What several rooms share. Nothing here imports a room above."""

@@ -1,0 +1,58 @@
+"""Objects that are tables: as text, as HTML in a notebook, as a pandas DataFrame."""
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["Tabular", "table"]
+
+MAX_ROWS = 60  # of a table in a notebook; its text and its DataFrame have all
+
+
+def table(rows: Iterable[Sequence[str | int]], left: int = 1) -> str:
+    """Rows of cells as aligned lines; the first `left` columns are text, the others numbers, perhaps written already."""
+    written = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*written, strict=True)]
+    aligned = (
+        [*map(str.ljust, row[:left], widths[:left]), *map(str.rjust, row[left:], widths[left:])]
+        for row in written
+    )
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+class Tabular:
+    """Something with rows. A subclass says what they are; this shows them in a notebook and hands them to pandas."""
+
+    def _columns(self) -> Sequence[str]:
+        """The names of the columns."""
+        raise NotImplementedError
+
+    def _records(self) -> Iterable[Sequence[Any]]:
+        """The values of each row, as they are."""
+        raise NotImplementedError
+
+    def _cells(self) -> Iterable[Sequence[str | int]]:
+        """The cells of each row as they are shown."""
+        return (
+            [cell if isinstance(cell, str | int) else str(cell) for cell in row] for row in self._records()
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in self._cells()]
+        lines = [_row("th", self._columns()), *(_row("td", row) for row in rows[:MAX_ROWS])]
+        more = f"<p>… {len(rows) - MAX_ROWS:,} more rows</p>" if len(rows) > MAX_ROWS else ""
+        return f"<table>{''.join(lines)}</table>{more}"
+
+    def to_dataframe(self) -> Any:
+        """The table as a `pandas.DataFrame`, a row for each line; pandas has to be installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "to_dataframe needs pandas, which is not installed: pip install pandas"
+            ) from None
+        return pandas.DataFrame(list(self._records()), columns=list(self._columns()))
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,0 +1,78 @@
+"""Every private name of PyTorch that hooklab uses, each with what happens where it is missing.
+
+`tests/package/test_torch_private.py` removes them one by one. The tables in which PyTorch keeps its hooks are the
+subject of `census.py` and stand there.
+"""
+
+from collections.abc import Callable, Iterator
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["NO_BACKWARD", "eager", "graph_task", "is_compiled", "outer_hooks", "recomputing", "saving_node"]
+__all__ += ["running_calls", "uncompiled"]
+
+NO_BACKWARD = -1  # what `graph_task()` returns outside backward
+
+
+def _task_unknown() -> int:
+    """Without PyTorch's number: recomputations under a checkpoint are counted like forwards."""
+    return NO_BACKWARD
+
+
+# The number of the backward that is running in this thread. A forward that runs there is a recomputation.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _task_unknown)
+
+
+def recomputing(own: int = NO_BACKWARD) -> bool:
+    """True inside a backward, where a checkpoint recomputes; `own` is the backward in whose hook a block was opened."""
+    return graph_task() not in (NO_BACKWARD, own)
+
+
+def outer_hooks() -> tuple[Callable, Callable] | None:
+    """The innermost pair of saved-tensor hooks that is active in this thread; None also where PyTorch cannot say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(False) if top is not None else None
+
+
+def saving_node() -> Any:
+    """The Node that is running its backward in this thread; None outside, and where PyTorch cannot say."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    return current() if current is not None else None
+
+
+def eager(function: Callable) -> Callable:
+    """The same function, which torch.compile leaves alone: hooks run in Python, on real tensors.
+
+    `torch.compiler.disable` would load the whole compiler, for seconds. Where PyTorch has another mark, it traces the hook.
+    """
+    vars(function)["_torchdynamo_disable"] = True
+    vars(function)["_torchdynamo_disable_msg"] = (
+        "hooks of hooklab run in Python; compile without fullgraph=True"
+    )
+    return function
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` wraps, or `model` itself."""
+    return model._modules.get("_orig_mod") or model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True after `torch.compile(module)`, `module.compile()`, or `torch.compile` on its forward."""
+    forward = getattr(module, "forward", None)
+    compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+    return "_orig_mod" in module._modules or bool(getattr(module, "_compiled_call_impl", None)) or compiled
+
+
+def running_calls(error: BaseException) -> Iterator[tuple[nn.Module, tuple, dict]]:
+    """The calls of modules that were running when `error` was raised, the innermost last, with their inputs.
+
+    They are read from the frames in which PyTorch calls a module; none where those look different.
+    """
+    call = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is call and frame.f_locals.keys() >= {"self", "args", "kwargs"}:
+            yield frame.f_locals["self"], frame.f_locals["args"], frame.f_locals["kwargs"]

@@ -1,0 +1,1 @@
+"""The checks of the exercises and predictions: one file for each notebook."""

@@ -1,0 +1,133 @@
+"""Slides on which nothing is cut off, and one language alone in what nbconvert makes of a notebook: slides, a page, a script.
+
+    jupyter nbconvert --to slides --SlidesExporter.preprocessors=hooklab.export.English notebooks/11_reading_gradients.ipynb
+
+Source: [preprocessors](https://nbconvert.readthedocs.io/en/latest/nbconvert_library.html#Using-different-preprocessors).
+"""
+
+import re
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from nbconvert.preprocessors import Preprocessor
+from nbformat import NotebookNode
+
+from hooklab.course.message import Message
+
+__all__ = ["Both", "Chinese", "English"]
+
+# `## 3 中文 · English`; code in a fence, whose lines may look like it, is matched first and left alone.
+HEADING = re.compile(r"^(`{3,}|~{3,})[\s\S]*?^\1|^(#+ (?:[\d.]+ )?)(.+?) · (.+)$", re.MULTILINE)
+PREDICTS = re.compile(r"check\.predict\(\"([^\"]+)\"")
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+DIV = re.compile(r"<(/?)div\b[^>]*>\n*")
+
+# A slide that is longer than the screen scrolls, and a long line of code wraps: nbconvert's own page cuts both off.
+STYLE = """
+
+<style>
+.reveal .slides section section { max-height: 100%; overflow: hidden auto; box-sizing: border-box; }
+.reveal .jp-InputArea-editor pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>"""
+
+
+class Both(Preprocessor):
+    """Both languages, as they are; slides get a style of their own, and below a guess what there is to learn."""
+
+    def preprocess(
+        self, notebook: NotebookNode, resources: dict[str, Any]
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The notebook for its exporter, and the resources as they were."""
+        slides = resources.get("output_extension") == ".slides.html"
+        if slides:
+            for cell in notebook.cells:
+                _answer(cell)
+        prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+        notebook, resources = super().preprocess(notebook, resources)
+        if prose and slides:
+            prose[0].source += STYLE
+        return notebook, resources
+
+    def preprocess_cell(
+        self, cell: NotebookNode, resources: dict[str, Any], index: int
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The cell and the resources as they were."""
+        return cell, resources
+
+
+def _answer(cell: NotebookNode) -> None:
+    """On a slide nobody can be told to type: the explanation of a guess takes that place; below an exercise nothing."""
+    if not any(
+        "hooklab-todo" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", ())
+    ):
+        return
+    predicted = PREDICTS.search(cell.source)
+    if predicted is None:
+        cell.outputs = []
+        return
+    from hooklab.course import check  # which takes a while
+
+    with suppress(KeyError):  # of somebody else
+        question = check._find(predicted[1], check.Prediction)
+        said = Message("note", question.zh, question.en)
+        cell.outputs[0].data = {"text/html": said._repr_html_(), "text/plain": repr(said)}
+
+
+class OneLanguage(Both):
+    """Leaves one language in prose, headings and messages; code and what it prints are for all."""
+
+    other: ClassVar[str]  # the value of `lang` that goes
+    language: ClassVar[str]  # of the page
+    half: ClassVar[int]  # of a heading, the one that stays
+
+    def preprocess(
+        self, notebook: NotebookNode, resources: dict[str, Any]
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The notebook in one language, and the resources with that language and the title in it."""
+        title = HEADING.match(notebook.cells[0].source) if notebook.cells else None
+        resources["language_code"] = self.language
+        if title is not None and "metadata" in resources:
+            resources["metadata"]["name"] = self._heading(title).lstrip("# ")
+        return super().preprocess(notebook, resources)
+
+    def preprocess_cell(
+        self, cell: NotebookNode, resources: dict[str, Any], index: int
+    ) -> tuple[NotebookNode, dict[str, Any]]:
+        """The cell without the other language, and the resources as they were."""
+        if cell.cell_type == "markdown":
+            cell.source = HEADING.sub(self._heading, self._without(cell.source))
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "text/html" in data:
+                data["text/html"] = self._without(data["text/html"])
+        return cell, resources
+
+    def _heading(self, found: re.Match[str]) -> str:
+        fence, start, *halves = found.groups()
+        bilingual = not fence and [bool(CHINESE.search(half)) for half in halves] == [True, False]
+        return start + halves[self.half] if bilingual else found[0]
+
+    def _without(self, text: str) -> str:
+        kept, depth, end = "", 0, 0  # depth: of what goes
+        for tag in DIV.finditer(text):
+            if depth:
+                depth += -1 if tag[1] else 1
+                end = tag.end()
+            elif tag[0].startswith(f'<div lang="{self.other}">'):
+                kept += text[end : tag.start()]
+                depth, end = 1, tag.end()
+        if depth:  # a <div> in code, perhaps, that nothing ends
+            return re.sub(rf'<div lang="{self.other}">.*?</div>\n*', "", text, flags=re.DOTALL)
+        return kept + text[end:]
+
+
+class Chinese(OneLanguage):
+    """Without English."""
+
+    other, half, language = "en", 0, "zh-CN"
+
+
+class English(OneLanguage):
+    """Without Chinese."""
+
+    other, half, language = "zh", 1, "en"

@@ -1,0 +1,343 @@
+"""Pictures of what the other modules return. Each picture also states its facts as text."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hooklab.draw import plots, timelines
+from hooklab.draw.graphs import checked, dot_source, edges, leaves_first
+from hooklab.draw.graphviz import NotDrawn, svg_from_dot
+from hooklab.layers.streaming import Statistics, short
+from hooklab.saved.record import SavedTensors
+from hooklab.tracing import Trace
+
+__all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "memory", "timeline"]
+
+MAX_EVENTS = 20_000  # above, marks cannot be told apart and the picture takes megabytes
+MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A picture as the last line of a notebook cell; without one, its facts and the reason.
+
+    Attributes:
+        facts: what the picture shows, as text that is the same in every run.
+        svg: the picture, or None when it could not be drawn.
+        reason: why it could not be drawn, and what to do; empty when it was.
+    """
+
+    facts: str
+    svg: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.facts}\n({self.reason})" if self.reason else self.facts
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/plain": str(self)} | ({"image/svg+xml": self.svg} if self.svg else {})
+
+
+def graph(
+    t: Tensor,
+    params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
+    saved: bool = False,
+) -> Picture:
+    """The autograd graph that leads to `t`: leaves in blue, Nodes in grey, `t` itself in green.
+
+    Drawn with graphviz's `dot` where it is installed, else with the libraries inside the pygraphviz
+    wheel. Where neither works, or above 5,000 Nodes, the facts are shown with the reason.
+
+    Args:
+        t: the result of a computation, any shape; not a leaf.
+        params: names for leaves and for `t` itself, for example `{"w": w}` or `model.named_parameters()` (not
+            `state_dict()`, whose tensors are others).
+        saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
+            blue on a line without an arrow. Gone once `backward()` has run; the rest can still be drawn then. Reading
+            them unpacks them: a part under `torch.utils.checkpoint(use_reentrant=False)` is computed again, several
+            times, and running statistics move with it.
+
+    Returns:
+        A `Picture`. `.facts` has one line per arrow, `x (3) -> AccumulateGrad`, leaves first; a
+        second Node of the same name is `#2`; shapes stand in parentheses.
+
+    Raises:
+        TypeError: `t` is not a tensor, or `params` does not name tensors.
+        ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it; or `params` names
+            a tensor that was computed, which is an arrow in the picture and not a box.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> print(graph((x * 2).sum(), {"x": x}).facts)
+        x (3) -> AccumulateGrad
+        AccumulateGrad -> MulBackward0
+        MulBackward0 -> SumBackward0
+        SumBackward0 -> result ()
+
+    Source: the picture is [torchviz](https://github.com/szagoruyko/pytorchviz)'s `make_dot`, with
+    stable ids and labels.
+    """
+    names = checked(t, params)
+    nodes = list(leaves_first(t.grad_fn))
+    facts = "\n".join(edges(t, nodes, {id(tensor): name for name, tensor in names.items()}, saved))
+    try:
+        if len(nodes) > MAX_NODES:
+            raise NotDrawn(
+                f"{len(nodes):,} Nodes, more than the {MAX_NODES:,} that a picture can show; draw a smaller part"
+            )
+        return Picture(facts, svg=svg_from_dot(dot_source(t, names, saved, nodes)))
+    except NotDrawn as error:
+        return Picture(facts, reason=f"not drawn: {error}")
+
+
+def timeline(trace: Trace) -> Picture:
+    """What fired when, at a glance: time goes to the right, modules are nested rows.
+
+    A bar shows that a module's forward or backward is running; the marks on it are hooks, hollow before and
+    filled after. The background is the phase. With many modules the deeper ones share a row;
+    above 20,000 events there are the facts, and the reason why nothing is drawn.
+
+    Args:
+        trace: what `hooklab.trace` returned, during or after its block.
+
+    Returns:
+        A `Picture`. `.facts` are the lines of the trace, or counts per phase and kind above 120 events.
+
+    Raises:
+        TypeError: `trace` is not a trace.
+        ValueError: it has recorded no event yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with hooklab.trace(x=x) as traced:
+        ...     x.sum().backward()
+        >>> "tensor hook" in timeline(traced).facts
+        True
+    """
+    if not isinstance(trace, Trace):
+        raise TypeError(f"timeline: expected what hooklab.trace returns, found {type(trace).__name__}")
+    events = trace.events
+    if not events:
+        raise ValueError(
+            "timeline: nothing has fired yet; run a forward or a backward inside the block of the trace"
+        )
+    facts = timelines.facts(events, trace.lines())
+    return _drawn_events(facts, timelines.svg, events, len(events), "trace a part")
+
+
+def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
+    """How large the gradient is in each layer, from top to bottom in the order of `stats`: does it vanish or explode?
+
+    The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale. A layer
+    that no gradient has reached has a row without either.
+
+    Args:
+        stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned.
+
+    Returns:
+        A `Picture`. `.facts` has a line per layer: name, root mean square, largest absolute entry.
+
+    Raises:
+        TypeError: `stats` are no statistics.
+        ValueError: they are of outputs, or no gradient has been counted yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> with hooklab.layer_statistics(model, "*", of="grad_output") as stats:
+        ...     model(torch.ones(3, 2)).sum().backward()
+        >>> print(gradient_flow(stats).facts.splitlines()[2])
+        1      1.0e+00  1.0e+00
+    """
+    counted = _counted("gradient_flow", stats)
+    if getattr(stats, "of", "grad_output") != "grad_output":
+        raise ValueError(
+            "gradient_flow: found statistics of outputs; collect them with layer_statistics(model, ..., of='grad_output')"
+        )
+    # Also those that no gradient has reached.
+    counted = {name or repr(name): figures for name, figures in getattr(stats, "asked", counted).items()}
+    width = max(5, *map(len, counted))
+    lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
+    for name, figures in counted.items():
+        if not figures.count:
+            lines.append(f"{name:{width}}  {'-':>7}  {'-':>7}  no gradient")
+            continue
+        largest = max(abs(figures.min), abs(figures.max))
+        bad = f"  {figures.nans} NaN, {figures.infs} inf" if figures.nans or figures.infs else ""
+        lines.append(f"{name:{width}}  {plots.rms(figures):7.1e}  {largest:7.1e}{bad}")
+    return _drawn("\n".join(lines), plots.gradient_flow, counted)
+
+
+def activations(stats: Mapping[str, Statistics]) -> Picture:
+    """How the values in each layer are spread, call by call: a heat map per layer, darker where there are more.
+
+    Args:
+        stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
+
+    Returns:
+        A `Picture` of the first 60 layers. `.facts` has a line per layer: name, calls, mean, std, and the shares of
+        entries that are exactly zero, below and above the range.
+
+    Raises:
+        TypeError: `stats` are no statistics.
+        ValueError: they have no histogram, or nothing has been counted yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> with hooklab.layer_statistics(model, "1", bins=10, range=(0, 5)) as stats:
+        ...     _ = model(torch.zeros(3, 2))
+        >>> print(activations(stats).facts.splitlines()[0])
+        layer  calls      mean       std   zeros   below   above
+    """
+    counted = _counted("activations", stats)
+    if any(figures.histogram is None for figures in counted.values()):
+        raise ValueError(
+            "activations: these statistics have no histogram; collect them with layer_statistics(model, ..., bins=40)"
+        )
+    width = max(5, *map(len, counted))
+    lines = [
+        f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"
+    ]
+    for name, figures in counted.items():
+        outside = figures.below, figures.above
+        shares = (
+            figures.zeros,
+            *(number / figures.count if figures.count else math.nan for number in outside),
+        )
+        cells = [
+            f"{short(figures.mean):>8}",
+            f"{short(figures.std):>8}",
+            *(f"{'-' if math.isnan(share) else f'{share:.1%}':>6}" for share in shares),
+        ]
+        lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(cells))
+    if len(counted) > plots.MAX_HEAT_MAPS:
+        lines.append(
+            f"drawn: the first {plots.MAX_HEAT_MAPS} of {len(counted)} layers; choose fewer for the others"
+        )
+    return _drawn("\n".join(lines), plots.activations, counted)
+
+
+def feature_maps(tensor: Tensor) -> Picture:
+    """The channels of one image, each from dark at its own minimum to bright at its own maximum.
+
+    Args:
+        tensor: (height, width), (channels, height, width) or (images, channels, height, width); of several images
+            the first is shown, of more than 64 channels the first 64, of complex numbers their absolute values. Maps
+            too large for the page are averaged over squares, so that no pixel is left out.
+
+    Returns:
+        A `Picture`. `.facts` say what is shown, how many maps are the same everywhere, and the range of values.
+
+    Raises:
+        TypeError: `tensor` is not a tensor.
+        ValueError: it has no height and width, or no entries; or it is nested, or on the meta device.
+
+    Example:
+        >>> import torch
+        >>> print(feature_maps(torch.arange(24.0).reshape(1, 6, 2, 2)).facts)
+        6 of 6 maps, 2 x 2; values from 0.0000 to 23.0000; the same everywhere: 0
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"feature_maps: expected one tensor, found {type(tensor).__name__}")
+    if tensor.is_meta or tensor.is_nested:
+        kind = "on the meta device" if tensor.is_meta else "nested"
+        raise ValueError(
+            f"feature_maps: found a tensor without maps to show, it is {kind}; give an ordinary one"
+        )
+    if not 2 <= tensor.dim() <= 4 or tensor.numel() == 0:
+        raise ValueError(
+            f"feature_maps: expected (channels, height, width) or a batch of it, found shape {tuple(tensor.shape)}; "
+            "choose a layer whose output is an image"
+        )
+    maps, channels = plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
+    flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
+    finite = maps[maps.isfinite()]
+    spread = "no finite value"
+    if finite.numel():
+        spread = f"values from {short(finite.min().item())} to {short(finite.max().item())}"
+    bad = f"; NaN or infinite: {maps.numel() - finite.numel()}" if finite.numel() < maps.numel() else ""
+    facts = (
+        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; "
+        f"the same everywhere: {flat}"
+    )
+    return _drawn(facts, plots.feature_maps, maps)
+
+
+def memory(saved: SavedTensors) -> Picture:
+    """What autograd holds: it grows while the forward saves tensors, and shrinks while backward lets them go.
+
+    One step to the right for each tensor saved or let go; each memory is counted once, parameters and buffers
+    are not. The bands are the parts of the model, those inside where one is nearly all of it.
+
+    Args:
+        saved: what `hooklab.saved_tensors` returned, best after backward.
+
+    Returns:
+        A `Picture`. `.facts`: how many were saved and let go, and the bytes held at the most and at the end. Above 20,000
+        events there are the facts, and the reason why nothing is drawn.
+
+    Raises:
+        TypeError: `saved` is something else.
+        ValueError: nothing was saved yet.
+
+    Example:
+        >>> import torch, hooklab
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with hooklab.saved_tensors() as saved:
+        ...     y = x.exp().sum()
+        >>> y.backward()
+        >>> print(memory(saved).facts)
+        saved: 1, let go: 1
+        held at most: 12 bytes
+        held at the end: 0 bytes
+    """
+    if not isinstance(saved, SavedTensors):
+        raise TypeError(f"memory: expected what hooklab.saved_tensors returns, found {type(saved).__name__}")
+    if not saved.held:
+        raise ValueError(
+            "memory: nothing has been saved yet; run a forward inside the block of saved_tensors"
+        )
+    events = Counter(event for _, event in saved.events)
+    facts = (
+        f"saved: {events['saved']:,}, let go: {events['let go']:,}\n"
+        f"held at most: {max(saved.held):,} bytes\nheld at the end: {saved.held[-1]:,} bytes"
+    )
+    return _drawn_events(facts, plots.memory, saved, len(saved.held), "record fewer steps")
+
+
+def _drawn_events(facts: str, svg: Callable[[Any], str], what: Any, count: int, advice: str) -> Picture:
+    if count > MAX_EVENTS:
+        why = f"{count:,} events, more than the {MAX_EVENTS:,} that a picture can show"
+        return Picture(facts, reason=f"not drawn: {why}; {advice}")
+    return _drawn(facts, svg, what)
+
+
+def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:
+    try:
+        return Picture(facts, svg=svg(what))
+    except ImportError as error:
+        return Picture(facts, reason=f"not drawn: {error}; run `uv sync` or `pip install matplotlib`")
+
+
+def _counted(function: str, stats: object) -> dict[str, Statistics]:
+    if not isinstance(stats, Mapping) or not all(
+        isinstance(figures, Statistics) for figures in stats.values()
+    ):
+        raise TypeError(
+            f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}"
+        )
+    counted = {name or repr(name): figures for name, figures in stats.items()}  # '' is the model itself
+    if not any(figures.count for figures in counted.values()):
+        raise ValueError(
+            f"{function}: nothing has been counted yet; run the model inside the block of the statistics"
+        )
+    return counted

@@ -1,0 +1,236 @@
+"""The pictures behind `draw.gradient_flow`, `draw.activations` and `draw.feature_maps`, as SVG."""
+
+import io
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hooklab.draw.svg import drawing, shortened
+from hooklab.layers.figures import plain
+from hooklab.layers.streaming import Statistics
+from hooklab.saved.record import SavedTensors
+
+__all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "shown_maps"]
+
+BLUE, ORANGE, RED = "#3b6fb6", "#c2590a", "#b3261e"
+MAX_LABELS = 60  # layer names that can be read under each other
+COLUMNS = 3  # of heat maps
+MAX_HEAT_MAPS = 60
+MAX_TITLE = 36  # characters above a heat map
+MAX_NAME = 48  # beside a row
+MAPS = 64  # of one tensor
+MAX_CELLS = 200, 110  # of a heat map, to the right and up: a page shows no more, and leaves out the rest
+MAX_PIXELS = 800, 540  # of a mosaic
+
+
+def rms(figures: Statistics) -> float:
+    """The root of the mean square: the usual size of an entry."""
+    if math.isnan(figures.mean) or figures.count < 1:
+        return math.nan
+    finite = figures.count - figures.nans - figures.infs
+    spread = figures.std * math.sqrt((finite - 1) / finite) if finite > 1 else 0.0
+    return math.hypot(figures.mean, spread)
+
+
+def gradient_flow(stats: dict[str, Statistics]) -> str:
+    """A row for each layer, the first on top: a dot for the root mean square, a mark for the largest entry."""
+    names = list(stats)
+    sizes = [rms(figures) for figures in stats.values()]
+    largest = [max(abs(figures.min), abs(figures.max)) for figures in stats.values()]
+    above_zero = [size for size in sizes if size > 0 and math.isfinite(size)]
+    floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
+    from matplotlib.ticker import LogFormatter
+
+    step = math.ceil(len(names) / MAX_LABELS)
+    with _figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
+        axes = figure.subplots()
+        for values, mark, colour, label in (
+            (sizes, "o-", BLUE, "root mean square"), (largest, "|", ORANGE, "largest |entry|"),
+        ):  # fmt: skip
+            shown = [value if value > 0 else math.nan for value in values]
+            axes.plot(shown, range(len(names)), mark, color=colour, ms=5, lw=1, mew=1.5, label=label)
+        for first, last, remark in _runs(list(map(_remark, stats.values())), 1 if step == 1 else len(names)):
+            many = f": {last - first + 1} layers" if last > first else ""
+            axes.annotate(
+                remark + many, (floor, (first + last) / 2), xytext=(6, 0), textcoords="offset points",
+                va="center", fontsize=7, color=RED,
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(LogFormatter())  # 1e-05: the usual one writes formulas
+        axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
+        axes.grid(axis="x", color="#e6e6e6")
+        axes.set_xlim(left=floor * 0.8)
+        labels = [shortened(name, MAX_NAME) for name in names[::step]]
+        axes.set_yticks(range(0, len(names), step), labels, family="monospace")
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlabel("gradient with respect to the layer's output")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return out[0]
+
+
+def _remark(figures: Statistics) -> str:
+    if not figures.count:
+        return "no gradient"
+    if figures.nans + figures.infs:
+        return "NaN or inf"
+    return "all 0" if figures.min == figures.max == 0 else ""
+
+
+def _runs(remarks: list[str], longest: int) -> Iterator[tuple[int, int, str]]:
+    """First and last row of equal remarks one under the other."""
+    first = 0
+    for row, remark in enumerate(remarks):
+        if row + 1 == len(remarks) or remarks[row + 1] != remark or row + 1 - first == longest:
+            if remark:
+                yield first, row, remark
+            first = row + 1
+
+
+def activations(stats: dict[str, Statistics]) -> str:
+    """A heat map for each layer: calls go right, values up; the darker, the more entries (by the square root)."""
+    names = list(stats)[:MAX_HEAT_MAPS]
+    columns = min(COLUMNS, len(names))
+    lines = math.ceil(len(names) / columns)
+    with _figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
+        grid = figure.subplots(
+            lines, columns, squeeze=False, sharey=len({figures.range for figures in stats.values()}) == 1
+        )
+        for axes, name in zip(grid.flat, names, strict=False):
+            figures = stats[name]
+            low, high = figures.range
+            shade = figures.history.double()[None]
+            size = [min(number, most) for number, most in zip(shade.shape[1:], MAX_CELLS, strict=True)]
+            shade = F.adaptive_avg_pool2d(shade, size)[0].sqrt().T.tolist()  # no call and no bin is left out
+            axes.imshow(
+                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
+                extent=(0.5, figures.calls + 0.5, low, high),
+            )  # fmt: skip
+            axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
+            axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
+        for axes in list(grid.flat)[len(names) :]:
+            axes.set_visible(False)
+        figure.supxlabel("call", fontsize=8)
+        figure.supylabel("value", fontsize=8)
+    return out[0]
+
+
+def shown_maps(tensor: Tensor) -> Tensor:
+    """The maps that are drawn: (maps, height, width), the first 64 of the first image."""
+    tensor = plain(tensor.detach())
+    while tensor.dim() > 3:
+        tensor = tensor[0]
+    tensor = tensor[None] if tensor.dim() == 2 else tensor
+    return tensor[:MAPS].to("cpu", torch.float64)
+
+
+def feature_maps(maps: Tensor) -> str:
+    """The maps as one mosaic, each stretched from its own minimum (dark) to its own maximum (bright)."""
+    number = len(maps)
+    # One row, or as many columns as leave the fewest places empty.
+    columns = number if number <= 8 else min(range(8, 13), key=lambda columns: (-number % columns, columns))
+    lines = math.ceil(number / columns)
+    maps = _shrunk(maps, (MAX_PIXELS[1] / lines, MAX_PIXELS[0] / columns))
+    height, width = maps.shape[1:]
+    gap_y, gap_x = max(1, height // 16), max(1, width // 16)
+    canvas = torch.full(
+        (lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan, device="cpu"
+    )
+    for index, finite in enumerate(maps):
+        known = finite[~finite.isnan()]
+        low, high = (known.min(), known.max()) if known.numel() else (0.0, 0.0)
+        top, left = index // columns * (height + gap_y), index % columns * (width + gap_x)
+        canvas[top : top + height, left : left + width] = (
+            (finite - low) / (high - low) if high > low else finite * 0
+        )
+    tall = canvas.shape[0] / canvas.shape[1]
+    wide = max(0.5, min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall))
+    # Square pixels, unless the picture would be a line.
+    aspect = "equal" if 1 / 40 < tall < 40 else "auto"
+    with _figure(wide, min(6.0, max(0.5, wide * tall))) as (figure, out):
+        axes = figure.subplots()
+        axes.imshow(canvas.tolist(), cmap="viridis", interpolation="none", vmin=0, vmax=1, aspect=aspect)
+        axes.set_axis_off()
+    return out[0]
+
+
+def _shrunk(maps: Tensor, room: tuple[float, float]) -> Tensor:
+    """What is not finite as NaN; and maps that are too large for their place averaged: no pixel is left out.
+
+    A line may be drawn without square pixels: its short side stays as it is.
+    """
+    maps = torch.where(maps.isfinite(), maps, math.nan)
+    height, width = maps.shape[1:]
+    tall, wide = math.ceil(height / room[0]), math.ceil(width / room[1])
+    if 1 / 40 < height / width < 40:  # drawn with square pixels
+        tall = wide = max(tall, wide)
+    maps = F.pad(maps, (0, -width % wide, 0, -height % tall), value=math.nan)
+    return maps.unflatten(2, (-1, wide)).unflatten(1, (-1, tall)).nanmean((2, 4))
+
+
+def memory(saved: SavedTensors) -> str:
+    """Bytes held after every event, over bands for the parts of the model; where backward begins, a line."""
+    power = min(int(math.log2(max(*saved.held, 1)) / 10), 3)
+    unit, name = 2 ** (10 * power), ("bytes", "KiB", "MiB", "GiB")[power]
+    held = [0.0, *(nbytes / unit for nbytes in saved.held)]
+    top = max(held) * 1.18 or 1.0
+    with _figure(7.5, 3.0) as (figure, out):
+        axes = figure.subplots()
+        bands = list(_bands(_parts([module for module, _ in saved.events])))
+        shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]
+        axes.broken_barh(shades, (0, top), color="#eef2f7", lw=0)
+        for begin, end, part, _ in bands:
+            if end - begin > len(held) * 0.009 * (len(part[-1]) + 1):
+                axes.text((begin + end) / 2, top * 0.93, part[-1], ha="center", fontsize=7, color="#555555")
+        axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)
+        axes.stairs(held[1:], range(len(held)), color=BLUE, lw=1.2, baseline=None)
+        first = next((i for i, (_, event) in enumerate(saved.events) if event == "let go"), None)
+        if first is not None:
+            axes.axvline(first, color=ORANGE, lw=1, ls="--", label="the first is let go")
+            figure.legend(loc="outside lower right", frameon=False)
+        axes.set_xlim(0, len(held) - 1)
+        axes.set_ylim(0, top)
+        axes.set_xlabel("event: one tensor saved or let go")
+        axes.set_ylabel(f"{name} held for backward")
+        axes.spines[["top", "right"]].set_visible(False)
+    return out[0]
+
+
+def _parts(modules: list[str]) -> list[tuple[str, ...]]:
+    """The part of the model that each lies in: as far down as it takes for none to have more than three quarters."""
+    names = [tuple(module.split(".")) for module in modules]
+    for depth in range(1, max(map(len, names)) + 1):
+        parts = [name[:depth] for name in names]
+        if max(Counter(parts).values()) <= len(parts) * 0.75:
+            break
+    return parts
+
+
+def _bands(parts: list[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...], bool]]:
+    """Stretches of equal names: begin, end, name, and every second one shaded."""
+    begin, shaded = 0, False
+    for end in range(1, len(parts) + 1):
+        if end == len(parts) or parts[end] != parts[begin]:
+            yield begin, end, parts[begin], shaded
+            begin, shaded = end, not shaded
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
+    """A figure of this size in inches, and a list that holds its SVG afterwards: the same bytes each time."""
+    from matplotlib.figure import Figure
+
+    done: list[str] = []
+    with drawing():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, done
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    done.append(text[text.index("<svg") :].strip())

@@ -1,0 +1,327 @@
+"""The project around the notebooks: pins, links, layout, pictures, slides."""
+
+import ast
+import inspect
+import json
+import re
+import sys
+import tomllib
+from html import unescape
+from pathlib import Path
+
+import nbformat
+import notebook_form
+import pytest
+import sources_table
+import yaml
+from nbconvert import ScriptExporter, SlidesExporter
+from notebook_rules import LINK
+from prose_rules import HAN, SPAN
+from traitlets.config import Config
+
+import hooklab
+from hooklab.course import check
+from hooklab.course.export import Chinese, English
+
+ROOT = notebook_form.ROOT
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *notebook_form.NOTEBOOKS.glob("*.md")])
+SLIDES = SlidesExporter()  # what `jupyter nbconvert --to slides` runs
+CHAPTERS = {path.stem for path in notebook_form.paths()}
+
+
+def name_of(requirement):
+    return re.match(r"[\w-]+", requirement)[0].lower()
+
+
+def test_conda_and_binder_get_the_same_versions_as_uv():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
+    assert [line for line in pip if "==" in line] == PROJECT["tool"]["uv"]["constraint-dependencies"]
+    assert [line for line in pip if "==" not in line] == ["-e .", *PROJECT["dependency-groups"]["dev"]]
+
+
+def test_every_pin_lies_within_the_range_that_the_package_declares():
+    ranges = {name_of(line): line.partition(">=")[2] for line in PROJECT["project"]["dependencies"]}
+    for pin in PROJECT["tool"]["uv"]["constraint-dependencies"]:
+        name, _, version = pin.partition("==")
+        lowest = [int(part) for part in ranges[name].split(".")]
+        assert [int(part) for part in version.split(".")][: len(lowest)] >= lowest, pin
+
+
+def test_the_oldest_torch_is_the_same_in_the_package_and_in_the_metadata():
+    from hooklab import lesson
+
+    assert f"torch>={'.'.join(map(str, lesson.OLDEST_TORCH))}" in PROJECT["project"]["dependencies"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_link_in_a_document_is_dead(document):
+    text = document.read_text(encoding="utf-8")
+    targets = LINK.findall(text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    dead = [target for target in targets if not re.match("https?://|#", target)
+            and not (document.parent / target.partition("#")[0]).exists()]  # fmt: skip
+    assert targets
+    assert not dead
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_a_readme_gives_the_two_commands_and_every_notebook(readme):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    assert "make lab\n" in text
+    assert "make test\n" in text
+    assert set(re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", text)) == CHAPTERS
+    minutes = dict(re.findall(r"\]\(notebooks/(\w+)\.ipynb\) .*\| (\d+) \|$", text, re.MULTILINE))
+    for stem in CHAPTERS:
+        cells = notebook_form.read(notebook_form.NOTEBOOKS / f"{stem}.ipynb").cells
+        assert sum(cell.metadata.get("minutes", 0) for cell in cells) == int(minutes[stem]), stem
+
+
+@pytest.mark.parametrize(
+    "pair", [("README.md", "README.zh-CN.md"), ("CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md")]
+)
+def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(pair):
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in pair)
+    for pattern in (r"```\w*\n.*?```", r"^#+ ", r"^\|", r"^!\["):
+        left, right = (re.findall(pattern, text, re.DOTALL | re.MULTILINE) for text in (english, chinese))
+        assert left == right, pattern
+    prose = [re.sub(r"```.*?```", "", text, flags=re.DOTALL) for text in (english, chinese)]
+    for pattern in (r"`([^`\n]+)`", r"\d+(?:[.,]\d+)*"):
+        left, right = (sorted(re.findall(pattern, text)) for text in prose)
+        assert left == right, pattern
+        assert len(left) > 10
+
+
+def test_every_target_of_the_makefile_that_a_readme_names_exists():
+    named = {
+        target
+        for path in DOCUMENTS
+        for target in re.findall(r"\bmake ([a-z-]+)\b", path.read_text(encoding="utf-8"))
+    }
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"lab", "test", "refresh"} <= named & targets
+    assert {
+        target for target in named if target in {"sure", "it", "them", "one"} or target in targets
+    } == named
+
+
+def test_the_table_of_sources_is_up_to_date():
+    assert sources_table.PATH.read_text(encoding="utf-8") == sources_table.table(), "run `make refresh`"
+
+
+def test_the_table_of_sources_links_to_cells_that_exist():
+    """With the fragment of JupyterLab, which opens a notebook at its top for an id that it does not have."""
+    linked = re.findall(
+        r"\[`([\w-]+)`\]\((\w+)\.ipynb#cell-id=([^)]+)\)", sources_table.PATH.read_text(encoding="utf-8")
+    )
+    ids = {path.stem: {cell.id for cell in notebook_form.read(path).cells} for path in notebook_form.paths()}
+    assert {stem for _, stem, _ in linked} == {entry["notebook"] for entry in sources_table.entries()}
+    assert [link for link in linked if link[0] != link[2] or link[2] not in ids[link[1]]] == []
+    covering = sources_table.covering_cells().values()
+    assert {(stem, wanted) for _, stem, wanted in linked} == {
+        (stem, cell.id) for cells in covering for stem, cell in cells
+    }
+
+
+@pytest.mark.parametrize("entry", sources_table.entries(), ids=lambda entry: entry["id"])
+def test_a_topic_of_the_inventory_says_the_same_in_both_languages(entry):
+    assert list(entry["topic"]) == ["zh", "en"]
+    zh, en = entry["topic"].values()
+    assert HAN.search(zh)
+    assert not re.search(r"[\u4e00-\u9fff，。：；（）]", en)
+    assert not re.search(r"[\u4e00-\u9fff][,;:!?(]", SPAN.sub("码", zh)), zh  # it is full-width
+    assert set(SPAN.findall(zh)) == set(SPAN.findall(en))
+
+
+def test_an_inventory_entry_belongs_to_one_notebook_and_is_listed_once():
+    ids = [
+        source for entry in sources_table.entries() for source in (entry["id"], entry.get("also")) if source
+    ]
+    assert len(ids) == len(set(ids)) == 75
+    planned = {stem[:2]: stem for stem in (entry["notebook"] for entry in sources_table.entries())}
+    assert all(planned.get(stem[:2], stem) == stem for stem in CHAPTERS), (
+        "a notebook is named otherwise than planned"
+    )
+
+
+# ---- the package ----
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_imports_point_one_way():
+    for name in {"tensors", "modules", "saved"}:
+        path = ROOT / "hooklab" / f"{name}.py"
+        above = {
+            f"hooklab.{other}" for other in ("tensors", "modules", "saved", "draw", "lesson", "exercises")
+        }
+        assert not path.exists() or not (above - {f"hooklab.{name}"}) & set(imports_of(path)), name
+    assert "hooklab.tensors" in set(imports_of(ROOT / "hooklab" / "__init__.py")), (
+        "or this test sees no import at all"
+    )
+
+
+def test_every_public_name_has_a_docstring_that_says_what_it_raises():
+    for name in hooklab.__all__:
+        thing = getattr(hooklab, name)
+        assert thing.__doc__, name
+        if inspect.isfunction(thing) and thing is not hooklab.zero:
+            assert "Raises:" in thing.__doc__, name
+            assert ">>>" in thing.__doc__, name
+
+
+def test_the_language_switch_is_installed_as_it_stands_in_the_repository():
+    source, installed = (
+        ROOT / "labextension",
+        Path(sys.prefix, "share/jupyter/labextensions/hooklab"),
+    )
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    assert Path("package.json") in files
+    for file in files:
+        assert (installed / file).read_bytes() == (source / file).read_bytes(), f"{file}: run `uv sync`"
+
+
+def test_the_language_switch_has_the_version_of_the_package():
+    package = json.loads((ROOT / "labextension/package.json").read_text(encoding="utf-8"))
+    assert package["version"] == PROJECT["project"]["version"]
+
+
+# ---- pictures and slides ----
+
+
+def test_the_map_of_hooks_is_what_the_notebook_observed():
+    svg = (notebook_form.NOTEBOOKS / "images/hook_map.svg").read_text(encoding="utf-8")
+    dots = re.findall(r'data-hook="([^"]+)">.*?class="number"[^>]*>(\d+)<', svg)
+    labels = [
+        name
+        for group in re.findall(r'class="names".*?</g>', svg, re.DOTALL)
+        for name in re.findall(">([^<>]+)</text>", group)
+    ]
+    cells = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / "00_start_here.ipynb"))
+    (observed,) = (cell.outputs[0].text for cell in cells if cell.id == "map-backward")
+    assert observed.splitlines() == [
+        f"{number:>2} {name}" for name, number in sorted(dots, key=lambda dot: int(dot[1]))
+    ]
+    assert sorted(labels) == sorted(name for name, _ in dots)
+
+
+def test_the_map_links_to_every_notebook_there_is():
+    cells = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / "00_start_here.ipynb"))
+    (links,) = (cell for cell in cells if cell.id == "map-links")
+    for half in links.halves.values():
+        assert {Path(target).stem for target in LINK.findall(half)} == CHAPTERS - {"00_start_here"}
+
+
+@pytest.mark.parametrize("stem", sorted(CHAPTERS))
+def test_a_notebook_converts_to_slides_with_a_column_for_every_section(stem):
+    source = notebook_form.NOTEBOOKS / f"{stem}.ipynb"
+    html, _ = SLIDES.from_filename(str(source))
+    cells = notebook_form.cells(notebook_form.read(source))
+    kinds = [cell.node.metadata.get("slideshow", {}).get("slide_type") for cell in cells]
+    assert kinds.count("slide") > 5
+    # A <section> for each column, and in it one for each slide.
+    assert html.count("<section>") == 2 * kinds.count("slide") + kinds.count("subslide")
+    assert "from hooklab import lesson" in re.sub("<[^>]+>", "", html)
+    drawn = [output for cell in cells for output in cell.outputs if "image/svg+xml" in output.get("data", {})]
+    assert len(re.findall(r'<div class="jp-RenderedSVG [^>]*>\s*<img', html)) == len(drawn)
+
+
+def test_a_script_made_of_a_notebook_holds_its_prose():
+    script, resources = ScriptExporter().from_filename(str(ROOT / "notebooks" / "22_backward_hooks.ipynb"))
+    assert resources["output_extension"] == ".py"
+    assert "# # 22 " in script
+    assert '# <div lang="zh">' in script
+
+
+@pytest.mark.parametrize("language", ["Both", "Chinese", "English"])
+def test_slides_scroll_and_wrap_and_fold(language):
+    """A style of their own, once, which no script has; what is folded stays inside its fold."""
+    kinds = {SlidesExporter: 1, ScriptExporter: 0}
+    source = str(notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb")
+    for exporter, count in kinds.items():
+        config = Config({exporter.__name__: {"preprocessors": [f"hooklab.export.{language}"]}})
+        text, _ = exporter(config=config).from_filename(source)
+        assert len(re.findall(r"max-height: 100%; overflow: hidden auto", text)) == count
+        if exporter is SlidesExporter:
+            assert re.search(r"<details><summary>[^<]*</summary>\s*<p>", text)
+
+
+@pytest.mark.parametrize("language", ["Chinese", "English"])
+def test_slides_in_one_language_hold_nothing_of_the_other(language):
+    """As the README says: a column for every section all the same, and every message of a check."""
+    source = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
+    html, both = (
+        SlidesExporter(
+            config=Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{name}"]}})
+        ).from_filename(str(source))[0]
+        for name in (language, "Both")
+    )
+    page, whole = (
+        re.sub("<(style|script).*?</\\1>|<[^>]+>", "", text.partition("<body")[2], flags=re.DOTALL)
+        for text in (html, both)
+    )
+    assert html.count("<section>") == both.count("<section>")
+    assert both.count("hooklab-message") > 2
+    assert html.count("hooklab-message") == both.count("hooklab-message")
+    assert bool(re.search("[一-鿿]", page)) == (language == "Chinese")
+    english = "After this notebook you can"
+    assert english in whole
+    assert (english in page) == (language == "English")
+    assert ("11 读取梯度" in page) == (language == "Chinese")
+    assert ("11 Reading gradients" in page) == (language == "English")
+    assert '<html lang="{}">'.format({"Chinese": "zh-CN", "English": "en"}[language]) in html
+    title = {"Chinese": "11 读取梯度", "English": "11 Reading gradients"}[language]
+    assert f"<title>{title} slides</title>" in html
+
+
+def test_a_slide_below_a_guess_has_the_explanation_and_below_an_exercise_nothing():
+    source = str(notebook_form.NOTEBOOKS / "12_changing_gradients.ipynb")
+    config = Config({"SlidesExporter": {"preprocessors": ["hooklab.export.English"]}})
+    html, _ = SlidesExporter(config=config).from_filename(source)
+    text = " ".join(re.sub("<[^>]+>", "", html).split())
+    predicted = [check._find(f"12.{number}", check.Prediction) for number in range(1, 5)]
+    for question in predicted:
+        assert " ".join(question.en.replace("`", "").split()) in unescape(text)
+    assert "Not attempted yet" not in text
+    script, _ = ScriptExporter(config=Config({"ScriptExporter": config["SlidesExporter"]})).from_filename(
+        source
+    )
+    assert "check.predict(" in script
+
+
+@pytest.mark.parametrize(
+    ("source", "chinese", "english"),
+    [
+        ("## 3 标题 · Heading\n\ntext", "## 3 标题\n\ntext", "## 3 Heading\n\ntext"),
+        ("## 2.1 学习 · Learning", "## 2.1 学习", "## 2.1 Learning"),
+        ("## Adam · SGD · RMSprop", "## Adam · SGD · RMSprop", "## Adam · SGD · RMSprop"),
+        (
+            "```python\n# 损失 · loss\n```\n# 标题 · T",
+            "```python\n# 损失 · loss\n```\n# 标题",
+            "```python\n# 损失 · loss\n```\n# T",
+        ),
+        (
+            '<div lang="zh">\n<div>内</div>\n外\n</div>\n\n<div lang="en">\n<div>in</div>\nout\n</div>\n\nend',
+            '<div lang="zh">\n<div>内</div>\n外\n</div>\n\nend',
+            '<div lang="en">\n<div>in</div>\nout\n</div>\n\nend',
+        ),
+        ('<div lang="en">\nnever closed', '<div lang="en">\nnever closed', '<div lang="en">\nnever closed'),
+    ],
+)
+def test_cells_of_somebody_else_lose_the_other_language_and_nothing_more(source, chinese, english):
+    for exporter, want in ((Chinese, chinese), (English, english)):
+        cell, _ = exporter().preprocess_cell(nbformat.v4.new_markdown_cell(source), {}, 0)
+        assert cell.source == want
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md"])
+def test_contributing_says_of_every_private_file_what_it_is_behind(page):
+    named = set(re.findall(r"`(_\w+\.py)`", (ROOT / page).read_text(encoding="utf-8")))
+    assert named == {file.name for file in (ROOT / "hooklab").glob("_[a-z]*.py")}
