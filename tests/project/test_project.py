@@ -286,7 +286,7 @@ def test_a_slide_below_a_guess_has_the_explanation_and_below_an_exercise_nothing
     config = Config({"SlidesExporter": {"preprocessors": ["hooklab.export.English"]}})
     html, _ = SlidesExporter(config=config).from_filename(source)
     text = " ".join(re.sub("<[^>]+>", "", html).split())
-    predicted = [check._find(f"12.{number}", check.Prediction) for number in range(1, 5)]
+    predicted = [check.find(f"12.{number}", check.Prediction) for number in range(1, 5)]
     for question in predicted:
         assert " ".join(question.en.replace("`", "").split()) in unescape(text)
     assert "Not attempted yet" not in text
