@@ -23,7 +23,7 @@ import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -147,14 +147,17 @@ def _examine(task: Exercise, answer: Any) -> None:
 @contextmanager
 def _the_same_each_time() -> Iterator[None]:
     """The same answer gets the same message, and the learner's random numbers, modes, hooks and filters stay as they are."""
-    with ExitStack() as stack:
-        # The generators of GPUs are left alone, since they would not be put back.
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    with (
+        torch.random.fork_rng(
+            devices=[]
+        ),  # the generators of GPUs are left alone: they would not be put back
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+        _no_global_hooks(),
+        _usual_defaults(),
+    ):
         torch.default_generator.manual_seed(0)  # a net drawn anew may have a dead ReLU
-        for context in (torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings()):
-            stack.enter_context(context)
-        stack.enter_context(_no_global_hooks())
-        stack.enter_context(_usual_defaults())
         yield
 
 
@@ -187,9 +190,8 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
             "Not attempted yet. Replace `None` in `guess = None` with what you expect, then run on.",
         )
     guess = as_meant(guess, actual)
-    zh, en = question.zh, question.en
-    if happened != first:
-        zh, en = _another_value(first)[0] + zh, _another_value(first)[1] + en
+    before = _another_value(first) if happened != first else ("", "")
+    zh, en = before[0] + question.zh, before[1] + question.en
     if agree(guess, actual):
         return Message("right", f"猜对了。{zh}", f"As you said. {en}")
     if no_number(guess, actual):

@@ -1767,6 +1767,7 @@ def test_the_solution_passes_in_inference_mode_too(exercise):
         assert check.exercise(exercise, exercise.solution).kind == "right"
 
 
+@pytest.mark.long
 def test_the_solutions_pass_whatever_dtype_and_device_are_the_default():
     script = """
 import torch
