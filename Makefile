@@ -1,4 +1,4 @@
-# hooklab: `make lab` opens the course, `make test` runs every test. Both set up what they need.
+# hooklab: `make lab` opens the course, `make test` runs the tests. Both set up what they need.
 # Without make (Windows): `uv run jupyter lab notebooks/00_start_here.ipynb` and `uv run pytest`.
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -17,13 +17,14 @@ PYTEST := $(RUN) pytest -n auto --maxprocesses 4
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 LAB := jupyter lab --ServerApp.root_dir=notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb
 
-.PHONY: help lab test test-portable refresh lint format bench screenshots clean
+.PHONY: help lab test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab"
-	@echo "make test           run every test: the package, the notebooks, the browser"
-	@echo "make test-portable  run the notebooks with other threads and vector instructions, then three times more"
+	@echo "make test           run the tests: the package, the notebooks, the rules, one look in a browser"
+	@echo "make test-long      run the rest, with coverage, then the notebooks with other threads and instructions"
+	@echo "make test-portable  run the notebooks in other settings: SETTINGS='default-1 native-2 as-is fresh'"
 	@echo "make refresh        run every notebook again and store its outputs in normal form"
-	@echo "make lint           check style (make format mends it)"
+	@echo "make lint           check style and types (make format mends the style)"
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make bench          measure speed against the budgets"
 
@@ -56,23 +57,31 @@ test: $(READY)
 	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST)
 
 screenshots: $(READY)
-	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs tests/browser/test_browser.py
+	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs -m long tests/browser/test_browser.py
 
-# ATEN_CPU_CAPABILITY=default switches vector instructions off; HOOKLAB_THREADS is what lesson.start() uses.
+test-long: $(READY)
+	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST) -m long --cov=hooklab --cov-report=term
+	@$(MAKE) --no-print-directory test-portable
+
+# Each setting runs the notebooks once from top to bottom: INSTRUCTIONS-THREADS, or `as-is`, or `fresh`, in which every
+# kernel starts afresh. The instructions `default` are those without vectors; HOOKLAB_THREADS is what lesson.start() uses.
+SETTINGS ?= default-1 native-2
 test-portable: export HOOKLAB_AGAIN = 0
 test-portable: $(READY)
-	@for capability in default native; do for threads in 1 2; do \
-	  echo "hooklab: notebooks with $$capability instructions, $$threads thread(s)"; \
-	  if [ $$capability = default ]; then export ATEN_CPU_CAPABILITY=default; else unset ATEN_CPU_CAPABILITY; fi; \
-	  HOOKLAB_THREADS=$$threads OMP_NUM_THREADS=$$threads $(PYTEST) -q notebooks || exit 1; done; done
-	@for round in 1 2; do echo "hooklab: notebooks as they are, round $$round of 3"; $(PYTEST) -q notebooks || exit 1; done
-	@echo "hooklab: notebooks as they are, each in a kernel that starts afresh, round 3 of 3"; HOOKLAB_FORK=0 $(PYTEST) -q notebooks
+	@for setting in $(SETTINGS); do echo "hooklab: the notebooks, $$setting"; \
+	  instructions=$${setting%-*}; threads=$${setting#*-}; \
+	  case $$setting in \
+	    as-is) set -- ;; \
+	    fresh) set -- HOOKLAB_FORK=0 ;; \
+	    native-*) set -- -u ATEN_CPU_CAPABILITY HOOKLAB_THREADS=$$threads OMP_NUM_THREADS=$$threads ;; \
+	    *) set -- ATEN_CPU_CAPABILITY=$$instructions HOOKLAB_THREADS=$$threads OMP_NUM_THREADS=$$threads ;; \
+	  esac; env "$$@" $(PYTEST) -q notebooks || exit 1; done
 
 refresh: $(READY)
 	@$(RUN) python tools/refresh.py
 
 lint: $(READY)
-	@$(RUN) ruff check && $(RUN) ruff format --check
+	@$(RUN) ruff check && $(RUN) ruff format --check && $(RUN) mypy
 
 format: $(READY)
 	@$(RUN) ruff check --fix; $(RUN) ruff format

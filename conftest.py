@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).parent
 pytest_plugins = ["run_again"]
 # What takes longest. It begins first, and the short rest fills the gaps: so all processes of a run end together.
-LONGEST = ["test_browser.py", "test_torchvision_models.py", ".ipynb", "test_harness.py"]
-LONGEST += ["test_forked_kernels.py", "test_project.py", "test_checks.py", "test_notebooks.py"]
-LONGEST += ["test_lesson.py", ""]
+LONGEST = ["test_browser.py", "test_torchvision_models.py", "test_harness.py", "test_forked_kernels.py"]
+LONGEST += [".ipynb", "test_checks.py", "test_lesson.py", "test_switch.py", "test_project.py"]
+LONGEST += ["test_notebooks.py", ""]
 
 # Before PyTorch is loaded: a thread that waits for work sleeps. It would spin, on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

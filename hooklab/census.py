@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 from hooklab._support import refuse
 from hooklab._support.compiler import eager
 from hooklab._support.hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
-from hooklab.course.cells import in_cell
+from hooklab._support.notebook_cell import in_cell
 
 __all__ = ["HookLeak", "HookRecord", "hooks_on", "no_leftovers"]
 

@@ -1,6 +1,7 @@
 """The door of every notebook: `from hooklab import lesson`; `python -m hooklab.lesson` checks this machine."""
 
-from hooklab.course.lesson import OLDEST_TORCH, cached_weights, check_environment, main, start
+from hooklab.course.environment import OLDEST_TORCH, cached_weights, check_environment, main
+from hooklab.course.lesson import start
 
 __all__ = ["OLDEST_TORCH", "cached_weights", "check_environment", "start"]
 

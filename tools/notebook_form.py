@@ -17,10 +17,8 @@ NOTEBOOK_METADATA = {
     # `jupyter nbconvert --to script` would leave out the prose without its exporter.
     "language_info": {"name": "python", "nbconvert_exporter": "python"},
 }
-SCREEN, PICTURE = (
-    24,
-    14,
-)  # lines of code: so many fit on a slide below its prose, so many are as high as a picture
+SCREEN = 24  # lines of code that fit on a slide below its prose
+PICTURE = 14  # lines of code that are as high as a picture
 CELL_METADATA = ("minutes", "slideshow", "sources", "tags")
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 __all__ = ["agree", "as_meant", "no_number", "shown"]
 
-# Of a Chinese keyboard or a web page; NFKC knows the full-width ones.
+# Signs of a Chinese keyboard or a web page. NFKC knows the full-width ones.
 SIGNS = str.maketrans(
     dict.fromkeys("“”„「」『』", '"')
     | dict.fromkeys("‘’", "'")
     | {"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FRACTION SLASH}": "/"}
 )
 BETWEEN = re.compile(r"[,;、和与及]|->|→|\band\b")
-# A number with the word for what is counted. Units that have a size, but for the byte, are no such words.
+# A number with the word for what is counted. The byte is the only unit of size among these words.
 WORDS = r" *(?:[次个遍层倍条行项块种份步]|字节|times?|bytes?|rows?|lines?|steps?|files?|calls?|[x×])"
 COUNTED = re.compile(rf"([+-]?[\d.]+(?:e[+-]?\d+)?|[零一二两三四五六七八九十])(?:{WORDS})?", re.IGNORECASE)
 GROUPED = re.compile(rf"([+-]?\d{{1,3}}(?:,\d{{3}})+){WORDS}", re.IGNORECASE)
@@ -46,12 +46,12 @@ def agree(guess: Any, actual: Any) -> bool:
     if isinstance(actual, str):
         return _as_text(guess).casefold() == actual.strip().casefold()
     if isinstance(guess, str):
-        # Where a whole number was asked for, it counts percent.
+        # A whole number that was asked for counts percent.
         guess = _literal(guess.removesuffix("%") if isinstance(actual, int) else guess)
     if isinstance(actual, list | tuple):
         return _in_order(guess, actual)
     if isinstance(guess, list | tuple | set | frozenset) and len(guess) == 1:
-        return agree(*guess, actual)
+        return agree(next(iter(guess)), actual)
     if isinstance(guess, str) or guess is None or actual is None:
         return str(guess).casefold() == str(actual).casefold()
     if isinstance(guess, bool) or isinstance(actual, bool):
@@ -163,7 +163,7 @@ def _close(guess: Any, actual: Any) -> bool:
         return False
     same_shape = guessed.shape == happened.shape or guessed.numel() == happened.numel() == 1
     largest = max(happened[happened.isfinite()].abs().flatten().tolist(), default=0.0)
-    # What is small, but no rounding error, is not 0.
+    # A small value that is no rounding error is not 0.
     atol = min(1e-3, largest / 20) if largest > 1e-6 else 1e-3
     return same_shape and torch.allclose(
         guessed.flatten(), happened.flatten(), rtol=1e-2, atol=atol, equal_nan=True

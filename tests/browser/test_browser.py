@@ -4,15 +4,16 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import browser_lab as lab
+import notebook_form
 import pytest
+from browser_lab import LABELS, button, choose, expect_language, expected
 from playwright.sync_api import expect
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+pytestmark = pytest.mark.long  # `make test-long`
+FOLDER = notebook_form.NOTEBOOKS
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-LABELS = {"both": "双语 Both", "zh": "中文", "en": "English"}  # in the order in which the button goes round
 MESSAGE = '<div class="hooklab-message hooklab-{0}"><div lang="zh">对了：{0}</div><div lang="en">Right: {0}</div></div>'
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="70" height="70"><script>alert("it runs")</script></svg>'
@@ -38,13 +39,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(folder):
     """A page with JupyterLab in it, which serves the copied folder."""
-    with lab.browser() as chromium, lab.running_lab(folder, folder.parent / "state") as address:
-        page = chromium.new_context(viewport=lab.VIEWPORT).new_page()
-        page.set_default_timeout(lab.DEADLINE * 1000)
-        expect.set_options(timeout=lab.DEADLINE * 1000)
-        lab.open_lab(page, address)
+    with lab.page_on(folder) as page:
         yield page
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -90,25 +86,6 @@ def untrusted(folder, page):
 
 def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def choose(page, language):
-    lab.ask(page, "(app, panel, language) => app.commands.execute('hooklab:language-' + language)", language)
-
-
-def button(page):
-    return page.locator(f'{lab.FRONT} [data-command="hooklab:language-next"]')
-
-
-def expected(language):
-    """What lab.languages() finds in a notebook with prose and messages."""
-    state = {lang: "shown" if language in (lang, "both") else "hidden" for lang in ("zh", "en")}
-    return {f"{what} {lang} {state[lang]}" for what in ("prose", "message") for lang in state}
-
-
-def expect_language(page, language):
-    expect(button(page)).to_have_text(LABELS[language])
-    assert lab.languages(page) == expected(language)
 
 
 def test_the_toolbar_button_switches_prose_and_messages(untrusted, page):

@@ -27,7 +27,7 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import Offload, check, clip, features, saved_tensors, select, trace
-from hooklab.course.check import Exercise, Prediction, _all_checks, expect_like, refuse
+from hooklab.course.check import Exercise, Prediction, expect_like, refuse, registered
 from hooklab.course.checks import n15_many_tensors_at_once as n15
 from hooklab.course.checks import n21_forward_hooks as n21
 from hooklab.course.checks import n22_backward_hooks as n22
@@ -40,8 +40,8 @@ from hooklab.course.checks import n35_checkpointing as n35
 from hooklab.course.reachable import within
 from hooklab.stores import Disk
 
-EXERCISES = [item for item in _all_checks() if isinstance(item, Exercise)]
-PREDICTIONS = [item for item in _all_checks() if isinstance(item, Prediction)]
+EXERCISES = [item for item in registered() if isinstance(item, Exercise)]
+PREDICTIONS = [item for item in registered() if isinstance(item, Prediction)]
 BY_ID = {item.id: item for item in EXERCISES}
 WRONG = [(item, reason) for item in EXERCISES for reason in item.wrong]
 HALVES = re.compile(
@@ -358,10 +358,9 @@ def test_a_missing_guess_is_not_attempted_whatever_happened():
 
 def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
     assert check.predict("11.4", (25, 0), actual=24_000).en.startswith("You said `25000`; it is `24000`.")
-    check._first.clear()
-    message = check.predict("11.4", 1, actual=2)
-    assert message.en.startswith("You said `1`; it is `2`. The dictionary's keys are numbers")
-    assert message.zh.startswith("你猜的是 `1`，实际是 `2`。")
+    message = check.predict(Prediction("99.4", zh="解释。", en="The reason."), 1, actual=2)
+    assert message.en == "You said `1`; it is `2`. The reason."
+    assert message.zh == "你猜的是 `1`，实际是 `2`。解释。"
 
 
 # ---- answers that are right on what is easy alone ----
@@ -1629,7 +1628,7 @@ def test_notes_by_address_are_refused_also_where_freed_places_are_taken_at_once(
     assert (message.kind, message.reason) == ("wrong", "address_reused"), message
 
 
-MODULES = sorted((notebook_form.ROOT / "hooklab" / "exercises").glob("n*.py"))
+MODULES = sorted((notebook_form.ROOT / "hooklab" / "course" / "checks").glob("n*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
@@ -1768,13 +1767,14 @@ def test_the_solution_passes_in_inference_mode_too(exercise):
         assert check.exercise(exercise, exercise.solution).kind == "right"
 
 
+@pytest.mark.long
 def test_the_solutions_pass_whatever_dtype_and_device_are_the_default():
     script = """
 import torch
 torch.set_default_dtype(torch.float64)
 torch.set_default_device("meta")
 from hooklab.course import check
-exercises = [one for one in check._all_checks() if isinstance(one, check.Exercise)]
+exercises = [one for one in check.registered() if isinstance(one, check.Exercise)]
 messages = [check.exercise(one, one.solution) for one in exercises]
 print([str(message) for message in messages if message.kind != "right"], len(messages))
 print(check.predict("11.1", [1.0, 2.0], actual=torch.tensor([1.0, 2.0], device="cpu")).kind)

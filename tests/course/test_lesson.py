@@ -17,7 +17,9 @@ import torch
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
-from hooklab.course import cells, lesson
+from hooklab import lesson
+from hooklab._support.notebook_cell import in_cell
+from hooklab.course import environment, errors
 from hooklab.draw import graphviz
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +90,7 @@ def shadow(monkeypatch, tmp_path):
 
     def other_python():
         (tmp_path / ".venv").mkdir()
-        monkeypatch.setattr(lesson, "ROOT", tmp_path)
+        monkeypatch.setattr(environment, "ROOT", tmp_path)
 
     def no_switch():
         import jupyter_core.paths
@@ -329,7 +331,7 @@ def missing(monkeypatch, tmp_path):
         )
         shell.kernel = SimpleNamespace(get_parent=lambda channel: said)
         error = kind("a name", name=name) if kind is NameError else kind(name)
-        found = cells.advice(shell, error)
+        found = errors.advice(shell, error)
         assert found is None or (f"`{name}`" in found.zh and f"`{name}`" in found.en)
         return found is not None
 
@@ -434,7 +436,7 @@ def test_a_cell_is_known_where_ipython_is_as_old_as_on_colab(monkeypatch):
     """IPython 7 cannot be asked for the name of a cell; it keeps a list of the files."""
     monkeypatch.setattr(linecache, "_ipython_cache", {"/tmp/12.py": (0, 0.0, [], "")}, raising=False)
     shell = SimpleNamespace(compile=SimpleNamespace())
-    assert [cells.in_cell(shell, file) for file in ("/tmp/12.py", "<timed exec>", "/tmp/module.py")] == [
+    assert [in_cell(shell, file) for file in ("/tmp/12.py", "<timed exec>", "/tmp/module.py")] == [
         True,
         True,
         False,

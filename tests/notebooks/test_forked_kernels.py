@@ -17,7 +17,10 @@ import nbval.kernel
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every kernel is a plain one")
+pytestmark = [
+    pytest.mark.long,  # `make test-long`
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every kernel is a plain one"),
+]
 FORKED = "'torch' in __import__('sys').modules"  # true before any cell has imported it
 
 
@@ -147,6 +150,7 @@ def test_a_kernel_ends_with_its_stand_in_and_the_stand_in_with_its_kernel():
 SESSION = """
 import sys, time
 from pathlib import Path
+sys.path.insert(0, sys.argv[2])
 import forked_kernels, test_forked_kernels
 with forked_kernels.server(Path(sys.argv[1])), test_forked_kernels.kernel() as (manager, client):
     print(manager.provisioner.pid, *test_forked_kernels.evaluate(client, "(os.getpid(), os.getppid())", "import os"), flush=True)
@@ -157,7 +161,8 @@ with forked_kernels.server(Path(sys.argv[1])), test_forked_kernels.kernel() as (
 def test_server_and_kernels_end_with_a_session_that_was_killed(tmp_path):
     environment = {**os.environ, "JUPYTER_DATA_DIR": str(tmp_path)}
     session = subprocess.Popen(
-        [sys.executable, "-c", SESSION, tmp_path], cwd=Path(__file__).parent, env=environment,
+        [sys.executable, "-c", SESSION, tmp_path, Path(forked_kernels.__file__).parent],
+        cwd=Path(__file__).parent, env=environment,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with session:

@@ -18,6 +18,8 @@ import prose_rules
 import pytest
 from notebook_rules import Notebook
 
+pytestmark = pytest.mark.long  # `make test-long`
+
 STEM = "11_reading_gradients"
 REAL = notebook_form.NOTEBOOKS / f"{STEM}.ipynb"
 
@@ -209,7 +211,7 @@ RULE_DAMAGES = {
     ),
     "a name that has left the package": (
         lambda notebook: replace(
-            notebook, "kept-where", "`_backward_hooks`", "`gone` in `hooklab/tensors.py`", "en"
+            notebook, "kept-where", "`_backward_hooks`", "`gone` in `hooklab/gradients.py`", "en"
         ),
         prose_rules.names_of_the_package,
     ),
@@ -300,9 +302,10 @@ RUN_DAMAGES = {
 
 
 def failing(path, again="0"):
-    """Pairs of a name and a cell's number: what fails when pytest runs the notebooks here as it runs the real ones."""
+    """Pairs of a file and a cell's id: what fails when pytest runs the notebooks here as it runs the real ones."""
     # Not by PYTHONPATH, which a forked kernel cannot take over.
-    start = f"import sys; sys.path[:0] = {[str(notebook_form.ROOT), str(notebook_form.ROOT / 'tests')]}; "
+    folders = [str(notebook_form.ROOT / folder) for folder in ("", "tests/support", "tools")]
+    start = f"import sys; sys.path[:0] = {folders}; "
     command = [sys.executable, "-c", start + "import pytest; sys.exit(pytest.main())"]
     command += ["-c", str(notebook_form.ROOT / "pyproject.toml"), "-p", "conftest"]
     done = subprocess.run(
@@ -311,14 +314,18 @@ def failing(path, again="0"):
         capture_output=True, text=True, timeout=240, cwd=path if path.is_dir() else path.parent,
     )  # fmt: skip
     assert " passed" in done.stdout, done.stdout + done.stderr
-    found = re.findall(r"^FAILED .*?(\w+)(?:\.ipynb)?::Cell (\d+)", done.stdout, re.MULTILINE)
-    return [(name, int(number)) for name, number in found]
+    return re.findall(r"^(\w+)\.ipynb, '([\w-]+)', \[\d+\] in JupyterLab", done.stdout, re.MULTILINE)
+
+
+def with_cells(sources):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[-1]["id"] = "last"
+    return nbformat.v4.new_notebook(cells=cells)
 
 
 def run(notebook):
     """The ids of the cells that fail."""
-    failed = {number for _, number in failing(notebook.path)}
-    return {cell.id for number, cell in enumerate(notebook.code) if number in failed}
+    return {cell for _, cell in failing(notebook.path)}
 
 
 def test_a_run_notices_each_damage_in_the_cell_where_it_is(tmp_path):
@@ -347,11 +354,13 @@ def test_a_run_notices_what_cannot_be_run_again(tmp_path):
         "not_judged": "check.predict = lambda *args, **kwargs: None",
     }.items():
         cells = ["from hooklab import check\nx = 1", *section, last]
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+        notebook = with_cells(cells)
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell("## 1 一 · One"))
         nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
-    # Each in the last cell: before it all was well.
-    assert failing(tmp_path, again="1") == [("not_judged", 4), ("not_late", 4), ("not_twice", 4)]
+    # Each fails in the last cell: before it all was well.
+    assert failing(tmp_path, again="1") == [
+        (stem, "last") for stem in ("not_judged", "not_late", "not_twice")
+    ]
 
 
 def test_a_run_notices_what_depends_on_pretrained_weights(tmp_path):
@@ -362,9 +371,8 @@ def test_a_run_notices_what_depends_on_pretrained_weights(tmp_path):
         "never_loads": f"if False:\n    {loads}",
     }.items():
         cells = ["from torchvision import models\nfrom hooklab import lesson", last]
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
-        nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
-    assert failing(tmp_path, again="1") == [("dependent", 1), ("never_loads", 1)]
+        nbformat.write(with_cells(cells), tmp_path / f"{stem}.ipynb")
+    assert failing(tmp_path, again="1") == [("dependent", "last"), ("never_loads", "last")]
     assert failing(tmp_path) == []
 
 

@@ -12,6 +12,8 @@ from torchvision.models.regnet import BlockParams
 from hooklab import features, no_leftovers
 from hooklab._support.nested import tensors_in
 
+pytestmark = pytest.mark.long  # `make test-long`
+
 # One of each family and size that a forward of which takes no more than a fraction of a second; side in pixels.
 SIDES = {
     "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32,

@@ -1,4 +1,4 @@
-"""JupyterLab in a real browser, for test_browser.py: start a server, open a notebook, run it, look at it."""
+"""JupyterLab in a real browser, for tests/browser/: start a server, open a notebook, run it, look at it."""
 
 import base64
 import html
@@ -18,11 +18,12 @@ from typing import NoReturn
 
 import forked_kernels
 import pytest
-from playwright.sync_api import Error, sync_playwright
+from playwright.sync_api import Error, expect, sync_playwright
 
-SCREENSHOTS = Path(__file__).parent / "screenshots"
+SCREENSHOTS = Path(__file__).parents[1] / "screenshots"
 PAGE = {"width": 1100, "height": 1000}  # of the picture in the README
 VIEWPORT = {"width": 1100, "height": 2000}  # pixels; a slice of a screenshot is a little less high
+LABELS = {"both": "双语 Both", "zh": "中文", "en": "English"}  # in the order in which the button goes round
 DEADLINE = 120  # seconds, for whatever a busy machine may delay
 # The notebook in front. Newer JupyterLabs hide what is behind without taking it off the page.
 FRONT = ".jp-NotebookPanel:visible:not([style*=content-visibility])"
@@ -68,6 +69,18 @@ def find_browser(playwright) -> str:
 
 def give_up(why: str) -> NoReturn:
     (pytest.fail if os.environ.get("HOOKLAB_REQUIRE_BROWSER") == "1" else pytest.skip)(why)
+
+
+@contextmanager
+def page_on(folder: Path):
+    """A page with a JupyterLab in it that serves `folder`. Both end with the block."""
+    with browser() as chromium, running_lab(folder, folder.parent / "state") as address:
+        page = chromium.new_context(viewport=VIEWPORT).new_page()
+        page.set_default_timeout(DEADLINE * 1000)
+        expect.set_options(timeout=DEADLINE * 1000)
+        open_lab(page, address)
+        yield page
+        chromium.close()
 
 
 @contextmanager
@@ -236,6 +249,26 @@ def languages(page) -> set[str]:
       `${element.closest('.hooklab-message') ? 'message' : 'prose'} ${element.lang} ` +
       (getComputedStyle(element).display === 'none' ? 'hidden' : 'shown'))"""
     return set(ask(page, found))
+
+
+def choose(page, language: str) -> None:
+    ask(page, "(app, panel, language) => app.commands.execute('hooklab:language-' + language)", language)
+
+
+def button(page):
+    """The button of the language switch in the toolbar of the notebook in front."""
+    return page.locator(f'{FRONT} [data-command="hooklab:language-next"]')
+
+
+def expected(language: str) -> set[str]:
+    """What languages() finds in a notebook with prose and messages."""
+    state = {lang: "shown" if language in (lang, "both") else "hidden" for lang in ("zh", "en")}
+    return {f"{what} {lang} {state[lang]}" for what in ("prose", "message") for lang in state}
+
+
+def expect_language(page, language: str) -> None:
+    expect(button(page)).to_have_text(LABELS[language])
+    assert languages(page) == expected(language)
 
 
 def photograph_page(page, name: str) -> None:

@@ -201,7 +201,7 @@ def stand_in(address: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        del sys.path[0]  # tests/
+        del sys.path[0]  # tests/support/
         arguments = Server(socket.socket(fileno=int(sys.argv[2]))).serve()
         sys.argv = ["ipykernel_launcher", *arguments]
         try:

@@ -44,11 +44,18 @@ def pytest_runtest_makereport(item, call):
     """Say which cell failed, as JupyterLab numbers it, and which of the two outputs is which."""
     report = yield
     if report.failed and isinstance(item, IPyNbCell):
-        where = f"{item.cell['id']!r}, [{item.cell_num + 1}] in JupyterLab; '+' is what is stored, '-' what it showed now"
+        where = f"{item.path.name}, {item.cell['id']!r}, [{number(item)}] in JupyterLab; "
+        where += "'+' is what is stored, '-' what it showed now"
         if item.parent.stash.get(WEIGHTS, None):
             where += ", with pretrained weights of other numbers than anybody's: nothing may depend on them"
         report.sections.append(("the cell", where))
     return report
+
+
+def number(item):
+    """Which of the code cells of its notebook this is, from one: nbval's own count depends on its version."""
+    code = [cell for cell in item.parent.nb.cells if cell.cell_type == "code"]
+    return next(number for number, cell in enumerate(code, start=1) if cell is item.cell)
 
 
 def run(item, cell, when):
