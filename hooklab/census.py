@@ -1,8 +1,11 @@
-"""Part 1: which hooks are installed, and none left behind."""
+"""Part 1: which hooks are installed, and none left behind.
+
+The tables in which PyTorch keeps hooks are private to it; they are listed here, where they are read.
+"""
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +18,58 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from hooklab._support import refuse
-from hooklab._support.compiler import eager
-from hooklab._support.hook_tables import GLOBAL_MODULE, GLOBAL_OPTIMIZER, ON_MODULE, ON_OPTIMIZER, ON_TENSOR
 from hooklab._support.notebook_cell import in_cell
+from hooklab._support.table import Tabular
+from hooklab._support.torch_private import outer_hooks
 
-__all__ = ["HookLeak", "HookRecord", "hooks_on", "no_leftovers"]
+__all__ = ["HookLeak", "HookRecord", "Hooks", "hooks_on", "no_leftovers"]
+
+# Each attribute with PyTorch's word for the kind, and with the tables of its options.
+Tables = dict[str, tuple[str, dict[str, str]]]
+ON_MODULE: Tables = {
+    "_forward_pre_hooks": ("forward pre-hook", {"with_kwargs": "_forward_pre_hooks_with_kwargs"}),
+    "_forward_hooks": (
+        "forward hook",
+        {"with_kwargs": "_forward_hooks_with_kwargs", "always_call": "_forward_hooks_always_called"},
+    ),
+    "_backward_pre_hooks": ("full backward pre-hook", {}),
+    "_backward_hooks": ("full backward hook", {}),
+    "_state_dict_pre_hooks": ("state_dict pre-hook", {}),
+    "_state_dict_hooks": ("state_dict hook", {}),
+    "_load_state_dict_pre_hooks": ("load_state_dict pre-hook", {}),
+    "_load_state_dict_post_hooks": ("load_state_dict post-hook", {}),
+}
+ON_TENSOR: Tables = {
+    "_backward_hooks": ("tensor hook", {}),
+    "_post_accumulate_grad_hooks": ("post-accumulate-grad hook", {}),
+}
+ON_OPTIMIZER: Tables = {
+    "_optimizer_step_pre_hooks": ("optimizer step pre-hook", {}),
+    "_optimizer_step_post_hooks": ("optimizer step post-hook", {}),
+    "_optimizer_state_dict_pre_hooks": ("state_dict pre-hook", {}),
+    "_optimizer_state_dict_post_hooks": ("state_dict hook", {}),
+    "_optimizer_load_state_dict_pre_hooks": ("load_state_dict pre-hook", {}),
+    "_optimizer_load_state_dict_post_hooks": ("load_state_dict post-hook", {}),
+}
+GLOBAL_MODULE: Tables = {
+    "_global_forward_pre_hooks": ("forward pre-hook", {}),
+    "_global_forward_hooks": (
+        "forward hook",
+        {
+            "with_kwargs": "_global_forward_hooks_with_kwargs",
+            "always_call": "_global_forward_hooks_always_called",
+        },
+    ),
+    "_global_backward_pre_hooks": ("full backward pre-hook", {}),
+    "_global_backward_hooks": ("full backward hook", {}),
+    "_global_module_registration_hooks": ("module registration hook", {}),
+    "_global_parameter_registration_hooks": ("parameter registration hook", {}),
+    "_global_buffer_registration_hooks": ("buffer registration hook", {}),
+}
+GLOBAL_OPTIMIZER: Tables = {
+    "_global_optimizer_pre_hooks": ("optimizer step pre-hook", {}),
+    "_global_optimizer_post_hooks": ("optimizer step post-hook", {}),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +103,21 @@ class HookRecord:
         return f"{self.kind} on {self.place}{by}{options}{owner}"
 
 
+class Hooks(Tabular, list[HookRecord]):
+    """A list of `HookRecord`, shown as a table in a notebook: what `hooks_on` returns."""
+
+    def _columns(self) -> tuple[str, ...]:
+        return "kind", "place", "function", "file", "line", "options", "owner"
+
+    def _records(self) -> Iterable[tuple]:
+        return ((h.kind, h.place, h.function, h.file, h.line, h.options, h.owner) for h in self)
+
+    def _cells(self) -> Iterable[tuple[str, ...]]:
+        for kind, place, function, file, line, options, owner in self._records():
+            where = (_short(file), str(line)) if file else ("", "")
+            yield kind, place, function, *where, ", ".join(options), owner
+
+
 class HookLeak(RuntimeError):
     """Hooks outlived the block that should have removed them; `hooks` lists them."""
 
@@ -68,7 +133,6 @@ class HookLeak(RuntimeError):
         return HookLeak, (self.hooks,)
 
 
-@eager
 def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
     """Every hook that can be listed on `obj`, and the global ones.
 
@@ -76,8 +140,8 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
         obj: a module (with all its submodules and parameters), a tensor or an optimizer.
 
     Returns:
-        One `HookRecord` per registration, in the order of the modules; then the global ones. Hooks on autograd
-        Nodes cannot be listed from Python, and saved-tensor hooks only the innermost pair of this thread.
+        One `HookRecord` per registration, in the order of the modules; then the global ones. The list is shown as a
+        table in a notebook, and `.to_dataframe()` hands it to pandas.
 
     Raises:
         TypeError: `obj` is none of the three.
@@ -89,6 +153,7 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
         ...     print(hook)
         forward hook on Linear: print
 
+    Limits: docs/limits.md#hooks_on.
     Source: the `OrderedDict`s in `torch/nn/modules/module.py`, `torch/_tensor.py` and `torch/optim/optimizer.py`.
     """
     if isinstance(obj, nn.Module):
@@ -108,7 +173,7 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
         raise TypeError(
             f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}"
         )
-    return [*found, *_everywhere()]
+    return Hooks([*found, *_everywhere()])
 
 
 @contextmanager
@@ -117,7 +182,7 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: the module whose hooks are compared, with submodules, parameters and the global hooks. Those that
-            PyTorch itself hangs on `state_dict` (`fully_shard` does, in the first forward) do not count.
+            PyTorch itself hangs on `state_dict` do not count.
 
     Raises:
         HookLeak: at the end of the block, naming each hook that outlived it. If the block raised, its error is
@@ -129,6 +194,8 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         >>> with no_leftovers(layer):
         ...     handle = layer.register_forward_hook(print)
         ...     handle.remove()
+
+    Limits: docs/limits.md#no_leftovers.
     """
     refuse.no_module("no_leftovers", model)
     before = {hook.key for hook in hooks_on(model)}
@@ -137,7 +204,7 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
     except BaseException as error:
         if left := _new(model, before):
             # Without this frame, which leads back to the error: it would stay until the collector comes.
-            raise HookLeak(left) from error.with_traceback(error.__traceback__.tb_next)
+            raise HookLeak(left) from error.with_traceback(getattr(error.__traceback__, "tb_next", None))
         raise
     if left := _new(model, before):
         raise HookLeak(left)
@@ -168,13 +235,12 @@ def _on_tensor(tensor: Tensor, place: str) -> Iterator[HookRecord]:
 def _everywhere() -> Iterator[HookRecord]:
     yield from _in_tables(modules, GLOBAL_MODULE, "everywhere")
     yield from _in_tables(optimizers, GLOBAL_OPTIMIZER, "everywhere")
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is not None and (pair := top(False)) is not None:
+    if (pair := outer_hooks()) is not None:
         key = ("saved-tensor hooks", id(pair[0]), id(pair[1]))
         yield _record("saved-tensor hooks", "this thread", pair[0], (), key)
 
 
-def _in_tables(obj: Any, tables: dict[str, tuple[str, dict[str, str]]], place: str) -> Iterator[HookRecord]:
+def _in_tables(obj: Any, tables: Tables, place: str) -> Iterator[HookRecord]:
     for attribute, (kind, option_tables) in tables.items():
         for number, function in (getattr(obj, attribute, None) or {}).items():
             options = [name for name, table in option_tables.items() if getattr(obj, table).get(number)]
@@ -210,7 +276,7 @@ def _unwrapped(function: Any) -> Any:
         if isinstance(function, functools.partial):
             function = function.func
             continue
-        for attribute in ("_torchdynamo_orig_callable", "__wrapped__", "__func__", "hook"):
+        for attribute in ("__wrapped__", "__func__", "hook"):
             # Not what __getattr__ makes up: a Mock has every attribute.
             known = hasattr(type(function), attribute) or attribute in getattr(function, "__dict__", ())
             if attribute == "hook":  # of PyTorch's own wrappers, and not a method of somebody's

@@ -1,29 +1,28 @@
 """Part 1 of the course: look at gradients on their way through the graph, and change them."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-    maybe_get_bdim,
-)
+from torch.utils.hooks import unserializable_hook
 
 from hooklab._support import refuse
-from hooklab._support.compiler import eager_inside, marked_eager
 from hooklab._support.handles import Installed
-from hooklab.layers.select import is_sharded
+from hooklab._support.torch_private import eager
 
-__all__ = ["Watch", "clip", "scale", "watch", "zero"]
+__all__ = ["ClipGradients", "Watch", "clip", "clip_gradients", "scale", "watch", "zero"]
 
 # Autograd hands a hook None where an operation with several results had no gradient for this one
 # (`a, b = x.chunk(2)` and only `a` is used): there is nothing to record and nothing to change then.
 Hook = Callable[[Tensor | None], Tensor | None]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Watch(Installed, Mapping[str, Tensor]):
@@ -37,17 +36,14 @@ class Watch(Installed, Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
-        super().__init__()
+        super().__init__("watch")
         self.history: dict[str, list[Tensor]] = {name: [] for name in tensors}
         self.order: list[str] = []
-        # Each hook holds two lists and never its tensor: a computed tensor that its own hook refers to is
-        # not freed until the hook is removed.
-        try:
+        with self._all_or_none():
             for name, tensor in tensors.items():
-                self._handles.append(tensor.register_hook(_recorder(name, self.history[name], self.order)))
-        except BaseException:
-            self.remove()
-            raise
+                # The hook holds two lists and never its tensor, which would stay alive until it is removed.
+                record = _recorder(name, self.history[name], self.order)
+                self._handles.append(tensor.register_hook(record))
 
     def __getitem__(self, name: str) -> Tensor:
         if self.history.get(name):
@@ -70,23 +66,37 @@ class Watch(Installed, Mapping[str, Tensor]):
         return f"Watch(gradients arrived at {', '.join(arrived)})"
 
 
+def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
+    @unserializable_hook
+    @eager
+    def record(grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        if torch.func.debug_unwrap(grad) is not grad:
+            raise RuntimeError(
+                f"watch: the gradient at {name!r} lives inside a torch.func transform and ends with it, so it cannot "
+                "be kept; return it from the transformed function, or call watch around a plain backward()"
+            )
+        gradients.append(grad.detach().clone())
+        order.append(name)
+
+    return record
+
+
 def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     """See the gradient of any tensor, leaf or not, without changing anything.
 
-    The hooks are installed at once. Use `with`, or call `.remove()`, to take them off again. A computed
-    tensor is a new one in each step: watch it inside the step. `history` keeps every gradient; in a long
-    run make a new watch per step. On a computed tensor a hook stays with the value that it had when the hook
-    was hung: watch after edits in place, not before.
+    The hooks are installed at once; `with`, or `.remove()`, takes them off. A computed tensor is a new one in each
+    step, so watch it inside the step, and after edits in place. `history` keeps every gradient: in a long run make
+    a new watch per step.
 
     Args:
         **tensors: the tensors to watch, each under the name you give it. Any shape, any device; each
             must require a gradient.
 
     Returns:
-        A `Watch`. `log["y"]` is the last gradient that arrived at `y`: a detached copy with the
-        shape, dtype and device of the gradient; in `torch.func.vmap` the batch comes first. `log.history["y"]`
-        has all of them, `log.order` the names as they arrived. A tensor's own gradient is seen as the hooks
-        registered on it before `watch` have left it.
+        A `Watch`. `log["y"]` is the last gradient that arrived at `y`: a detached copy with the shape, dtype and
+        device of the gradient. `log.history["y"]` has all of them, `log.order` the names as they arrived.
 
     Raises:
         TypeError: nothing was given, a tensor without a name, or something that is not a tensor.
@@ -101,7 +111,8 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
         >>> log["x"], log.order
         (tensor([3., 3.]), ['y', 'x'])
 
-    Source: built on [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
+    Limits: docs/limits.md#watch.
+    Source: [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
     """
     if unnamed:
         raise TypeError(
@@ -114,7 +125,43 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     return Watch(tensors)
 
 
-@eager_inside
+def _hook(change: Callable[[Tensor], Tensor]) -> Hook:
+    """A hook of `change`, which lets a missing gradient pass, and says so where it is not on a tensor."""
+
+    @unserializable_hook
+    @eager
+    @functools.wraps(change)
+    def hook(grad: Tensor | None, *others: object) -> Tensor | None:
+        if others or not isinstance(grad, Tensor | None):
+            raise TypeError(
+                f"{change.__qualname__.partition('.')[0]}: expected the gradient of one tensor, found "
+                f"{', '.join(type(one).__name__ for one in (grad, *others))}; register this hook on a tensor: "
+                "tensor.register_hook(...), inside a forward hook output.register_hook(...)"
+            )
+        return None if grad is None else change(grad)
+
+    return hook
+
+
+def _bounds_named(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which refuses one bound without a name: people take it for both sides."""
+    names = list(inspect.signature(function).parameters)
+    place = names.index("min")
+    call = f"{function.__name__}({''.join(f'{name}, ' for name in names[:place])}"
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound: Any = args[place] if len(args) == place + 1 and "max" not in kwargs else None
+        if isinstance(bound, Real) and not isinstance(bound, bool):
+            raise TypeError(
+                f"{call}{bound}): one bound without a name would be the lower one, with no upper one; "
+                f"write {call}{-abs(bound)}, {abs(bound)}) for both sides, or {call}min={bound})"
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
 def scale(factor: float) -> Hook:
     """A hook that multiplies the gradient by `factor`.
 
@@ -139,18 +186,19 @@ def scale(factor: float) -> Hook:
     if not math.isfinite(factor):
         raise ValueError(f"scale(factor={factor}): expected a finite number; to stop a gradient use zero()")
 
-    def scale_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad * factor
+    @_hook
+    def scale_hook(grad: Tensor) -> Tensor:
+        return grad * factor
 
     return scale_hook
 
 
-@eager_inside
+@_bounds_named
 def clip(min: float | None = None, max: float | None = None) -> Hook:
     """A hook that moves every entry of the gradient into [min, max].
 
     Args:
-        min: the lower bound, or None for none. One number alone is this one: for ±1 write `clip(-1, 1)`.
+        min: the lower bound, or None for none. For ±1 write `clip(-1, 1)`.
         max: the upper bound, or None for none.
 
     Returns:
@@ -158,7 +206,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
         NaN entries stay NaN, as in `torch.clamp`, which refuses complex and sparse gradients.
 
     Raises:
-        TypeError: a bound is not a real number, or both are missing.
+        TypeError: a bound is not a real number, both are missing, or one stands alone without its name.
         ValueError: a bound is NaN, or `min` > `max` (`torch.clamp` would set every entry to `max`).
 
     Example:
@@ -168,23 +216,27 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
         >>> x.grad
         tensor([-1.0000,  0.5000,  1.0000])
 
+    Limits: docs/limits.md#clip.
     Source: [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
     """
     bounds = refuse.bounds("clip", min, max)
 
-    def clip_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.clamp(**refuse.within(bounds, grad.dtype))
+    @_hook
+    def clip_hook(grad: Tensor) -> Tensor:
+        return grad.clamp(**refuse.within(bounds, grad.dtype))
 
     return clip_hook
 
 
-@eager_inside
-def zero() -> Hook:
+def zero(*given: object) -> Hook:
     """A hook that replaces the gradient by zeros, also where it was NaN or infinite. Register `zero()`, not `zero`.
 
     Returns:
         A function for `Tensor.register_hook`. It returns a new tensor with the shape, dtype and
         device of its argument, and never edits its argument.
+
+    Raises:
+        TypeError: it was given something, as where `zero` itself is registered.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -193,65 +245,52 @@ def zero() -> Hook:
         >>> x.grad
         tensor([0., 0.])
     """
+    if given:
+        raise TypeError(
+            f"zero() takes no argument, found {type(given[0]).__name__}; register zero(), not zero itself"
+        )
 
-    def zero_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else torch.zeros_like(grad)
+    @_hook
+    def zero_hook(grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
 
     return zero_hook
 
 
-def _copy(grad: Tensor) -> Tensor:
-    # With is_grads_batched=True: it lives no longer than the call, but the tensor behind it does.
-    if is_legacy_batchedtensor(grad):
-        with torch.no_grad():
-            return torch._remove_batch_dim(grad.clone(), 1, 1, 0)
-    if not is_functorch_wrapped_tensor(grad):
-        return grad.detach().clone()
-    with torch._C._DisableFuncTorch(), torch.no_grad():  # of torch.func: its wrapper dies with its transform
-        batches = []
-        while is_functorch_wrapped_tensor(grad):
-            batches += [maybe_get_bdim(grad)] if is_batchedtensor(grad) else []
-            grad = get_unwrapped(grad)
-        for depth, dim in enumerate(reversed(batches)):  # the outermost first
-            grad = grad.movedim(depth + dim, depth)
-        return grad.detach().clone()
+class ClipGradients(Installed):
+    """Hooks that clip: what `clip_gradients` returns."""
+
+    def __init__(self, params: list[nn.Parameter], bounds: dict[str, float]):
+        super().__init__("clip_gradients")
+        told = ", ".join(f"{name}={bound:g}" for name, bound in bounds.items())
+        self._told = f"{told}, on {len(params)} parameter{'s' if len(params) > 1 else ''}"
+        with self._all_or_none():
+            for param in params:
+                self._handles.append(param.register_hook(clip(**bounds)))
+
+    def __repr__(self) -> str:
+        return f"ClipGradients({self._told}{'' if self._handles else ', removed'})"
 
 
-@eager_inside
-def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
-    @marked_eager
-    def record(grad: Tensor | None) -> None:
-        if grad is not None:
-            gradients.append(_copy(grad))
-            order.append(name)
-
-    return record
-
-
-@eager_inside
-def clip_gradients(model: nn.Module, min: float | None = None, max: float | None = None) -> Installed:
+@_bounds_named
+def clip_gradients(model: nn.Module, min: float | None = None, max: float | None = None) -> ClipGradients:
     """Move every entry of every parameter's gradient into [min, max], in every backward.
 
-    A tensor hook on each parameter that requires a gradient now. It clips what one backward brings (of a reentrant
-    checkpoint each part by itself), before it is added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum
-    afterwards. A parameter that takes the place of one later (`load_state_dict(..., assign=True)`, a new layer) is not
-    clipped. Under a `GradScaler` what arrives is still scaled, and an inf, by which it knows an overflow, is clipped too:
-    take `clip_grad_value_` after `unscale_` there.
+    Each parameter that requires a gradient now gets a tensor hook. It clips what one backward brings, before that is
+    added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum afterwards. Under a `GradScaler` the gradient
+    is still scaled here: use `clip_grad_value_` after `unscale_`.
 
     Args:
         model: the module whose parameters are hooked.
-        min: the lower bound, or None for none. One number alone is this one: for ±1 write
-            `clip_gradients(model, -1, 1)`.
+        min: the lower bound, or None for none. For ±1 write `clip_gradients(model, -1, 1)`.
         max: the upper bound, or None for none.
 
     Returns:
-        An object with `.remove()`, also for `with`. NaN entries stay NaN; sparse gradients are refused by
-        `torch.clamp` when they arrive.
+        An object with `.remove()`, also for `with`. NaN entries stay NaN.
 
     Raises:
-        TypeError: `model` is no module, a bound is no real number, or both are missing.
-        ValueError: `min` > `max`, a bound is NaN, no parameter requires a gradient, or one is complex, not made
-            yet (`nn.LazyLinear`) or sharded.
+        TypeError: `model` is no module, a bound is no real number, both are missing, or one has no name.
+        ValueError: `min` > `max`, a bound is NaN, no parameter requires a gradient, or one is complex, lazy or sharded.
         RuntimeError: entered again after its hooks were removed.
 
     Example:
@@ -261,48 +300,35 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
         >>> model.weight.grad
         tensor([[ 1.0000, -0.5000]])
 
-    Source: [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html),
-    [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
+    Limits: docs/limits.md#clip_gradients.
+    Source: [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
     """
     refuse.no_module("clip_gradients", model)
     bounds = refuse.bounds("clip_gradients", min, max)
-    params = _clippable(model)
-
-    def clip_hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.clamp(**refuse.within(bounds, grad.dtype))
-
-    clipped = ClipGradients()
-    try:
-        for param in params:
-            clipped._handles.append(param.register_hook(clip_hook))
-    except BaseException:
-        clipped.remove()
-        raise
-    return clipped
-
-
-class ClipGradients(Installed):
-    """Hooks that clip: what `clip_gradients` returns."""
+    return ClipGradients(_clippable(model), bounds)
 
 
 def _clippable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that require a gradient; refused where a hook on them could not clip it."""
-    params = [param for param in model.parameters() if param.requires_grad]
+    kind = type(model).__name__
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not params:
         found = "no parameter" if next(model.parameters(), None) is None else "only frozen parameters"
         raise ValueError(
-            f"clip_gradients: found {found} in this {type(model).__name__}, so there is no gradient to clip; "
+            f"clip_gradients: found {found} in this {kind}, so there is no gradient to clip; "
             "call requires_grad_() on what should train, before clip_gradients"
         )
-
-    if any(param.is_complex() for param in params):
+    for name, param in params.items():
+        refuse.lazy("clip_gradients", name, param)
+    if any(param.is_complex() for param in params.values()):
         raise ValueError(
-            f"clip_gradients: {type(model).__name__} has complex parameters, and complex numbers have no order; "
+            f"clip_gradients: {kind} has complex parameters, and complex numbers have no order; "
             "bound their size instead: torch.nn.utils.clip_grad_norm_ after backward"
         )
-    if any(map(is_sharded, model.modules())):
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if classes & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ValueError(
-            f"clip_gradients: the parameters of {type(model).__name__} are sharded (FSDP), and hooks on them "
+            f"clip_gradients: the parameters of {kind} are sharded (FSDP), and hooks on them "
             "never fire; call torch.nn.utils.clip_grad_value_ after backward"
         )
-    return params
+    return list(params.values())

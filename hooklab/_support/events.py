@@ -1,8 +1,15 @@
 """What a trace is made of: events, how they are written, and what is concluded from them."""
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["PHASES", "Event", "line", "with_module_backward"]
+from torch import Tensor
+
+from hooklab._support.torch_private import NO_BACKWARD
+
+__all__ = ["PHASES", "Event", "Forward", "Retained", "line", "phase_of", "with_module_backward"]
 
 PHASES = ("forward", "backward", "recompute", "step")
 
@@ -28,12 +35,57 @@ class Event:
     inferred: bool = False
 
 
+class Forward(NamedTuple):
+    """A forward of a module that has begun."""
+
+    label: str  # the name of the module, for the model itself that of its class
+    where: str  # the same with `#2` for a second call
+    error: int  # the id of the exception that was being handled when it began
+    task: int  # the number of the backward that it runs in
+
+
+def phase_of(kind: str, task: int, stack: list[Forward]) -> str:
+    """The phase of an event that happens in the backward `task`, while the forwards of `stack` run."""
+    if kind.startswith("optimizer"):
+        return "step"
+    if not kind.startswith("forward") and kind != "pack":
+        return "backward"
+    if task == NO_BACKWARD:
+        return "forward"
+    # With create_graph=True backward itself saves tensors, also where a forward asks for gradients.
+    recomputes = kind != "pack" or (stack and stack[-1].task == task)
+    return "recompute" if recomputes else "backward"
+
+
 def line(number: int, event: Event) -> str:
     """One event as text: number, phase, kind, place (indented by module), shape."""
     depth = len(event.inside) - (event.where in event.inside)
     shape = "" if event.shape is None else f" {event.shape}"
     mark = " (inferred)" if event.inferred else ""
     return f"{number:4} {event.phase:9} {event.kind:25} {'  ' * depth}{event.where}{shape}{mark}".rstrip()
+
+
+class Retained:
+    """Tensors that may retain their gradient. No hook tells when it arrives; a new `.grad` does."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        # Weak, so that a tensor may be freed meanwhile; each with the `.grad` that was seen last.
+        self._watched = [(name, weakref.ref(tensor), [_grad(tensor)]) for name, tensor in tensors.items()]
+
+    def arrived(self) -> Iterator[Event]:
+        """An event for each gradient that has arrived since this was asked last."""
+        for name, reference, last in self._watched:
+            tensor = reference()
+            if tensor is not None and tensor.retains_grad:
+                before, last[0] = last[0], _grad(tensor)
+                if last[0] is not None and (before is None or before() is not last[0]()):
+                    yield Event("retain_grad", name, "backward", tuple(tensor.shape), inferred=True)
+
+
+def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
+    """Another one whenever backward sets `.grad` or adds to it: retain_grad edits nothing in place."""
+    grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    return None if grad is None else weakref.ref(grad)  # an id may be used again
 
 
 def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[Event]:

@@ -1,6 +1,7 @@
 """Walk through autograd graphs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, enable_grad, inference_mode
 from torch.autograd.graph import Node, get_gradient_edge
@@ -15,7 +16,8 @@ def gradient_node(tensor: Tensor) -> Node:
             return get_gradient_edge(tensor).node
         except RuntimeError:  # it asks for a view, which no sparse and no strided nested leaf has
             with enable_grad():
-                return tensor.clone().grad_fn.next_functions[0][0]
+                copied: Any = tensor.clone().grad_fn
+                return copied.next_functions[0][0]
 
 
 def node_name(node: Node) -> str:

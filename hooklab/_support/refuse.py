@@ -11,6 +11,7 @@ __all__ = [
     "bounds",
     "count",
     "interval",
+    "lazy",
     "listed",
     "no_choice",
     "no_module",
@@ -27,12 +28,32 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) if name else "'' (the model itself)" for name in names)
 
 
-def why_silent(modules: Iterable[nn.Module]) -> str:
-    """Why hooks on these may not have fired, though the model has run."""
+def why_silent(modules: Iterable[nn.Module], of: str = "output") -> str:
+    """Why hooks on these may not have fired, though the model has run; `of` is "output" or "grad_output"."""
+    modules = list(modules)
     own = [type(module).__name__ for module in modules if type(module).__call__ is not nn.Module.__call__]
     if own:
         return f"({own[0]} has a __call__ of its own: where that calls forward directly, no hook fires)"
-    return "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
+    if of == "output":
+        return (
+            "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
+        )
+    params = [param for module in modules for param in module.parameters()]
+    if params and not any(param.requires_grad for param in params):
+        return (
+            "(its parameters are frozen, requires_grad=False: unfreeze one, or give the model an input that "
+            "requires a gradient: x.requires_grad_())"
+        )
+    return "(none arrives where the model ran under torch.no_grad(), nothing requires a gradient, or it is compiled)"
+
+
+def lazy(function: str, name: str, tensor: Tensor) -> None:
+    """Refuse a parameter that has no memory yet: PyTorch hangs no hook on it."""
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"{function}: the parameter {name!r} is not made yet (its layer is lazy, such as nn.LazyLinear); "
+            "run the model once on a batch before"
+        )
 
 
 def unhookable(function: str, name: str, tensor: object) -> None:
@@ -44,6 +65,7 @@ def unhookable(function: str, name: str, tensor: object) -> None:
         elif isinstance(tensor, list | tuple | dict):
             hint = f"; give each tensor a name of its own: {function}(a=tensors[0], b=tensors[1])"
         raise TypeError(f"{function}({name}=...): expected a tensor, found {type(tensor).__name__}{hint}")
+    lazy(function, name, tensor)
     if tensor.requires_grad:
         return
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -71,10 +93,10 @@ def number(function: str, name: str, value: object) -> float:
     """`value` as a float, refused unless it is a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         hint = ""
-        if isinstance(value, Tensor):
-            hint = "; give a plain number: .item() of a tensor with one entry"
-        if isinstance(value, Tensor) and function in ("scale", "clip"):  # perhaps it is what a hook is given
+        if isinstance(value, Tensor | nn.Module) and function in ("scale", "clip"):  # as a hook is given
             hint = f"; give a plain number, and register {function}(...), not {function} itself"
+        elif isinstance(value, Tensor):
+            hint = "; give a plain number: .item() of a tensor with one entry"
         raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")
     try:
         return float(value)
@@ -93,7 +115,7 @@ def bounds(function: str, min: float | None, max: float | None) -> dict[str, flo
             raise ValueError(
                 f"{function}({name}=nan): expected a number; no gradient lies within a NaN bound"
             )
-    if len(given) == 2 and min > max:
+    if min is not None and max is not None and min > max:
         raise ValueError(
             f"{function}(min={min}, max={max}): min is above max; did you mean min={max}, max={min}?"
         )
@@ -117,9 +139,10 @@ def count(function: str, name: str, value: object, least: int = 0) -> int:
         raise TypeError(
             f"{function}({name}=...): expected a whole number, found {type(value).__name__}{hint}"
         )
-    if value < least:
-        raise ValueError(f"{function}({name}={value}): expected {least} or more")
-    return int(value)
+    result = int(value)
+    if result < least:
+        raise ValueError(f"{function}({name}={result}): expected {least} or more")
+    return result
 
 
 def interval(function: str, name: str, value: object) -> tuple[float, float]:
