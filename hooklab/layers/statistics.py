@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor, is_grad_enabled, nn
+import torch
+from torch import Tensor, nn
 
 from hooklab._support import refuse
 from hooklab._support.handles import Installed, own_hook
@@ -55,7 +56,9 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
         self, names: list[str], arrived: Callable, module: nn.Module, args: tuple, output: Any
     ) -> None:
         """Hang a tensor hook on what a layer returns."""
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and is_grad_enabled()]
+        tensors = [
+            tensor for tensor in tensors_in(output) if tensor.requires_grad and torch.is_grad_enabled()
+        ]
         (self._frozen.difference_update if tensors else self._frozen.update)(names)
         for tensor in tensors:
             if _hung_already(arrived, tensor):

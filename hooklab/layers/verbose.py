@@ -148,6 +148,7 @@ def verbose(
         TypeError, ValueError: an argument is not as above, or a layer has no forward; no hook is installed then.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
         >>> with verbose(model):
         ...     _ = model(torch.ones(2, 4))

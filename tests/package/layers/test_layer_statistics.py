@@ -544,6 +544,17 @@ def test_a_model_that_returns_a_parameter_is_free_after_the_block():
     assert hooks_on(weight) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_copy_is_as_large_as_the_tensor(dtype):
+    images = torch.ones(4, 64, 64, 64, dtype=dtype)
+    for tensor in (images, images.contiguous(memory_format=torch.channels_last), images.mT):
+        tally = Tally(8, (0.0, 2.0))
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            tally.add(tensor)
+        assert 0 < max(event.cpu_memory_usage for event in profile.function_events) <= 8 * CPU_PIECE
+        assert tally.read().histogram == [0, 0, 0, 0, tensor.numel(), 0, 0, 0]
+
+
 def test_small_tensors_wait_to_be_counted_but_not_for_ever(model):
     with layer_statistics(model, "0") as stats:
         for _ in range(10_000):
