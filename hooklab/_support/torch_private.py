@@ -5,14 +5,16 @@ subject of `census.py` and stand there.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
 
 __all__ = ["NO_BACKWARD", "eager", "graph_task", "is_compiled", "outer_hooks", "recomputing", "saving_node"]
-__all__ += ["running_calls", "uncompiled"]
+__all__ += ["is_fake", "running_calls", "uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -57,7 +59,7 @@ def eager(function: Callable) -> Callable:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
-    return model._modules.get("_orig_mod") or model
+    return model._modules["_orig_mod"] if "_orig_mod" in model._modules else model
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -76,3 +78,19 @@ def running_calls(error: BaseException) -> Iterator[tuple[nn.Module, tuple, dict
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code is call and frame.f_locals.keys() >= {"self", "args", "kwargs"}:
             yield frame.f_locals["self"], frame.f_locals["args"], frame.f_locals["kwargs"]
+
+
+def without_modes() -> AbstractContextManager:
+    """A block in which no torch-dispatch mode sees what is computed; a plain block where PyTorch cannot switch them off.
+
+    The mode of a selective checkpoint would give results of hooks to the model when it recomputes.
+    """
+    modes_open = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    switched_off = getattr(_python_dispatch, "_disable_current_modes", None)
+    return switched_off() if switched_off and modes_open and modes_open() else nullcontext()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor of `torch.export` or `FakeTensorMode`, which has a shape and no values."""
+    fake = getattr(torch._subclasses, "FakeTensor", None)
+    return fake is not None and isinstance(tensor, fake)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hooklab.draw.svg import drawing, shortened
-from hooklab.layers.figures import plain
-from hooklab.layers.streaming import Statistics
+from hooklab.layers.streaming import Statistics, plain
 from hooklab.saved.record import SavedTensors
 
 __all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "shown_maps"]

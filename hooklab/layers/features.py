@@ -22,7 +22,7 @@ from hooklab._support.nested import map_tensors
 from hooklab._support.packing import outer_hooks
 from hooklab.layers.outputs import NOTHING, Outputs, versions_of
 from hooklab.layers.recorders import Shared, all_fresh, all_new, blame_keep, note_kept, recorder
-from hooklab.layers.select import callable_layers, groups, is_gathered, uncompiled
+from hooklab.layers.select import callable_layers, groups, is_sharded, uncompiled
 
 __all__ = ["Enough", "Features", "features", "with_grad"]
 
@@ -147,7 +147,7 @@ class Features(Installed, Outputs):
         try:
             # Hooks of this run alone, the last of their layers: whoever else listens there hears the output first.
             # Parameters that are gathered for a forward stay so, and grow stale, until that forward ends.
-            self._whole = any(map(is_gathered, model.modules()))
+            self._whole = any(map(is_sharded, model.modules()))
             for module, _ in () if self._whole else self._groups:
                 self._handles.append(module.register_forward_hook(own_hook(self._stop)))
             model(*args, **kwargs)

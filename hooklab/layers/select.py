@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from hooklab._support import refuse
-from hooklab._support.compiler import warn_if_compiled
+from hooklab._support.compiled import warn_if_compiled
+from hooklab._support.torch_private import uncompiled
 
-__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_gathered", "is_sharded", "uncompiled"]
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_sharded", "select"]
 
-MAX_DEPTH = 900  # of a module inside a module
+MAX_DEPTH = 900  # levels of modules inside modules
 
 
 def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
@@ -67,24 +68,9 @@ def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
     yield from names.items()
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile(module)` wraps, or `model` itself."""
-    return model._orig_mod if "_orig_mod" in model._modules else model
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    """True where parameters are gathered before each forward, and let go after it: FSDP, of both kinds."""
-    return callable(getattr(type(module), "unshard", None)) or "_fsdp_wrapped_module" in module._modules
-
-
-def is_gathered(module: nn.Module) -> bool:
-    """True where parameters come for each call and go after it: FSDP, and what `accelerate` offloads."""
-    return "_hf_hook" in vars(module) or is_fsdp(module)
-
-
 def is_sharded(module: nn.Module) -> bool:
-    """True where hooks on parameters never fire: `fully_shard`, and FSDP with `use_orig_params=True`."""
-    return is_fsdp(module) and vars(module).get("_use_orig_params", True)
+    """True where FSDP gathers parameters before each forward and frees them after it."""
+    return callable(getattr(type(module), "unshard", None))
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:
@@ -97,23 +83,31 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
     for pattern in patterns:
         if isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
             continue
-        found, hint = type(pattern).__name__, ""
-        if isinstance(pattern, list | tuple | set | dict):
-            hint = f"; write {function}(model, *names)"
-        elif isinstance(pattern, nn.Module):
-            own = [
-                repr(name) for name, layer in model.named_modules(remove_duplicate=False) if layer is pattern
-            ]
-            hint = f"; here its name is {own[0]}" if own else "; it is not part of this model"
-        elif isinstance(pattern, type):
-            found, hint = f"the class {pattern.__name__}", ", which is no nn.Module"
-        elif isinstance(pattern, int | float) or callable(pattern):
-            hint = "; other arguments go by name: keep=, depth=, bins="
+        found = f"the class {pattern.__name__}" if isinstance(pattern, type) else type(pattern).__name__
+        hint = _hint(function, model, pattern)
         raise TypeError(f"{function}: expected names, patterns or Module classes, found {found}{hint}")
 
 
+def _hint(function: str, model: nn.Module, wrong: Any) -> str:
+    """What was meant, perhaps, where something else stands in place of a name, a pattern or a class."""
+    if isinstance(wrong, torch.Tensor) or (
+        isinstance(wrong, list | tuple) and wrong and all(isinstance(size, int) for size in wrong)
+    ):
+        return "; layers are named here, and no input or its shape: run the model yourself, inside the block"
+    if isinstance(wrong, list | tuple | set | dict):
+        return f"; write {function}(model, *names)"
+    if isinstance(wrong, nn.Module):
+        own = [repr(name) for name, layer in model.named_modules(remove_duplicate=False) if layer is wrong]
+        return f"; here its name is {own[0]}" if own else "; it is not part of this model"
+    if isinstance(wrong, type):
+        return ", which is no nn.Module"
+    if isinstance(wrong, int | float) or callable(wrong):
+        return "; other arguments go by name: keep=, depth=, bins="
+    return ""
+
+
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """As `model.named_modules(remove_duplicate=False)`, in a fifth of the time."""
+    """As `model.named_modules(remove_duplicate=False)`, in a fifth of the time, also where layers form a cycle."""
     found: dict[str, nn.Module] = {}
     stack = [("", model)]
     while stack:
@@ -203,6 +197,6 @@ def select(model: nn.Module, *patterns: str | type[nn.Module]) -> dict[str, nn.M
         >>> list(select(model, nn.Linear)), list(select(model, "1"))
         (['0', '2'], ['1'])
 
-    Source: [`nn.Module.named_modules`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.named_modules).
+    Limits: docs/limits.md#select. Source: [`nn.Module.named_modules`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.named_modules).
     """
     return chosen("select", model, patterns)

@@ -2,35 +2,24 @@
 
 import copy
 import math
-import os
 import threading
-import weakref
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, strided
-from torch._C._functorch import (
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    peek_interpreter_stack,
-)
-from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor
 
-from hooklab._support.checkpoints import is_tracing, modes_open, selective
-from hooklab._support.compiler import eager, untraced
-from hooklab.layers.figures import CHUNK, FEW, FLOATS, as_array, careful, merged, per_thread, plain
-from hooklab.layers.histogram import Histogram
+from hooklab._support.torch_private import eager, is_fake, without_modes
 
-__all__ = ["Running", "Statistics", "short"]
+__all__ = ["MAX_ROWS", "STAGED", "Statistics", "Tally", "plain", "short"]
 
 STAGED = 8_192  # numbers: small tensors are collected up to here and counted together
-GPU_CHUNK = 4_194_304  # bounds the float64 copy on a GPU to 32 MiB
-MEASURED = 64  # calls whose figures are merged together, which costs less than one by one
-PENDING = 256  # results that wait on a GPU before they are merged, there
+CPU_PIECE, GPU_PIECE = 32_768, 4_194_304  # numbers: the float64 copy of a piece has at most 0.25 and 32 MiB
+PENDING = 64  # summaries that wait before they are merged
+MAX_ROWS = 512  # rows of the history: once it has so many, two rows become one
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)  # PyTorch compares none of them
 
 
 @dataclass(frozen=True)
@@ -65,252 +54,196 @@ class Statistics:
     range: tuple[float, float] | None = None
 
 
+class Tally:
+    """Counts every tensor given to `add`, and `read` is the `Statistics` so far.
+
+    Each piece of a tensor becomes a summary, eight numbers on its device. Summaries are merged, first there.
+    """
+
+    def __init__(self, bins: int, range: tuple[float, float]):
+        self.calls = self.count = 0
+        self._histogram = Histogram(bins, range) if bins else None
+        self._staged: dict[torch.device, list[Tensor]] = {}
+        self._staged_count = 0
+        self._summaries: dict[torch.device, list[Tensor]] = {}
+        self._lock = threading.RLock()  # autograd has a thread for each GPU
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            self._unstage()
+            summaries = {device: list(own) for device, own in self._summaries.items()}
+            histogram = copy.copy(self._histogram)
+            return {**vars(self), "_summaries": summaries, "_histogram": histogram, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
+    @eager
+    def add(self, tensor: Tensor) -> None:
+        """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
+        if torch.func.debug_unwrap(tensor) is not tensor:
+            raise NotImplementedError(
+                "layer_statistics: this layer runs inside vmap, grad or jvp of torch.func, where its tensors stand for "
+                "others; open the block around a plain forward"
+            )
+        with self._lock, without_modes():
+            tensor = plain(tensor.detach())
+            number = tensor.numel()
+            self.calls += 1
+            self.count += number
+            if tensor.is_meta or is_fake(tensor):
+                return
+            if self._histogram is not None:
+                self._histogram.add(tensor)
+            if number >= STAGED:
+                self._summarize(tensor)
+            elif number:
+                self._staged.setdefault(tensor.device, []).append(_widened(tensor).flatten())
+                self._staged_count += number
+                if self._staged_count >= STAGED:
+                    self._unstage()
+
+    @eager
+    def read(self) -> Statistics:
+        """What has been counted so far; on a GPU this waits for it."""
+        with self._lock, without_modes():
+            self._unstage()
+            n, mean, spread, zeros, nans, infs, low, high = self._merged()
+            seen, none = n + nans + infs, math.nan
+            low, high, mean = (low, high, mean) if n else (none, none, none)
+            std = math.sqrt(spread / (n - 1)) if n > 1 else none
+            binned = self._histogram.read() if self._histogram is not None else {}
+            share = zeros / seen if seen else none
+            return Statistics(
+                self.calls, self.count, mean, std, low, high, share, int(nans), int(infs), **binned
+            )
+
+    def _unstage(self) -> None:
+        staged, self._staged, self._staged_count = self._staged, {}, 0
+        for tensors in staged.values():
+            self._summarize(torch.cat(tensors))
+
+    def _summarize(self, tensor: Tensor) -> None:
+        summaries = self._summaries.setdefault(tensor.device, [])
+        summaries += [_summary(_widened(piece)) for piece in _pieces(tensor)]
+        if len(summaries) >= PENDING:
+            summaries[:] = [_merge(summaries)]
+
+    def _merged(self) -> list[float]:
+        each = [_merge(summaries).cpu().double() for summaries in self._summaries.values() if summaries]
+        return _merge(each).tolist() if each else [0.0] * 8
+
+
+class Histogram:
+    """How many entries fell into each bin, below and above: of all calls, and of each."""
+
+    def __init__(self, bins: int, range: tuple[float, float]):
+        self.bins, self.range = bins, range
+        self.rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
+        self.calls_per_row, self.row_calls = 1, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "rows": list(self.rows)}
+
+    def add(self, tensor: Tensor) -> None:
+        row = torch.zeros(self.bins + 2, dtype=torch.int64, device=tensor.device)
+        for piece in _pieces(tensor):  # torch.histc counts in float32, which is exact for so few
+            row = row + self._counts(
+                piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+            )
+        if self.row_calls:
+            self.rows[-1] = self.rows[-1] + row.to(self.rows[-1].device)
+        else:
+            self.rows.append(row)
+        self.row_calls = (self.row_calls + 1) % self.calls_per_row
+        if len(self.rows) == MAX_ROWS and not self.row_calls:
+            pairs = zip(self.rows[::2], self.rows[1::2], strict=True)
+            self.rows = [first + second.to(first.device) for first, second in pairs]
+            self.calls_per_row *= 2
+
+    def _counts(self, piece: Tensor) -> Tensor:
+        low, high = self.range
+        inside = torch.histc(piece, self.bins, low, high).to(torch.int64)
+        return torch.cat([(piece < low).sum()[None], inside, (piece > high).sum()[None]])
+
+    def read(self) -> dict[str, Any]:
+        """The part of `Statistics` that comes with bins; on a GPU this waits for it."""
+        none = torch.zeros(self.bins + 2, dtype=torch.int64, device="cpu")
+        history = torch.stack([row.cpu() for row in self.rows] or [none])
+        below, *counts, above = history.sum(0).tolist()
+        history = history[: len(self.rows), 1:-1]
+        return {"histogram": counts, "below": below, "above": above, "history": history, "range": self.range}
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Numbers that can be compared: dense ones, and of complex numbers the absolute values."""
+    if tensor.is_nested:  # as inside a nn.TransformerEncoder that is given a padding mask
+        tensor = torch.cat([part.flatten() for part in tensor.unbind()])
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    if tensor.dtype in UNORDERED:
+        return tensor.double()
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype not in FLOATS else tensor
+
+
 def short(number: float) -> str:
-    """A figure in a table: four decimals, or one digit after the point of a power of ten; a dash for NaN, and -0.0 is 0."""
+    """A number in a table: four decimals, or one digit after the point of a power of ten; a dash for NaN; -0.0 is 0."""
     if math.isnan(number):
         return "-"
     return f"{number + 0.0:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.1e}"
 
 
-class Running:
-    """Figures that grow with every tensor given to `add`."""
-
-    @eager
-    def __init__(self, bins: int, range: tuple[float, float]):
-        self._calls = 0
-        self._histogram = Histogram(bins, range) if bins else None
-        # Replicas on several GPUs add from several threads; a signal handler or a finalizer comes in between.
-        self._lock = threading.RLock()
-        self._busy = False  # in the middle of measuring: what comes then waits among the staged
-        _all.add(self)
-        self._count = 0
-        self._measured: deque[tuple[float, ...]] = (
-            deque()
-        )  # the figures of a call each, which are not merged yet
-        self._staged: list[Tensor] = []
-        self._staged_count = 0
-        self._finite, self._mean, self._spread = 0.0, 0.0, 0.0  # spread: the sum of (entry - mean) ** 2
-        self._zeros, self._nans, self._infs = 0.0, 0.0, 0.0
-        self._min, self._max = math.inf, -math.inf
-        self._pending: list[Tensor] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            self._merge()
-            lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-            own = {
-                "_lock": None,
-                "_busy": False,
-                "_measured": self._measured.copy(),
-                "_histogram": copy.copy(self._histogram),
-            }
-            return {**vars(self), **lists, **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
-        _all.add(self)
-
-    @property
-    def calls(self) -> int:
-        return self._calls + len(self._measured)
-
-    # A compiler would not see that two names stand for the same memory: here, and in `read`.
-    @eager
-    def add(self, tensor: Tensor, unwrapped: bool = False) -> None:
-        """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
-        # Nearly always, on the CPU: beside a small layer's forward each question counts, so there are few.
-        if (
-            tensor.__class__ is Tensor
-            and tensor.is_cpu
-            and tensor.dtype in FLOATS
-            and tensor.layout is strided
-            and self._histogram is None
-            and forward_ad._current_level < 0
-            and peek_interpreter_stack() is None
-            and not modes_open()
-            and not is_tracing()
-            and self._at_once(tensor.detach() if tensor.requires_grad else tensor)
-        ):
-            return
-        if not unwrapped and peek_interpreter_stack() is not None:  # inside grad, vmap, jvp of torch.func
-            while is_functorch_wrapped_tensor(tensor):
-                tensor = get_unwrapped(tensor)
-            with torch._C._DisableFuncTorch(), torch.no_grad():
-                self.add(tensor.detach(), unwrapped=True)
-            return
-        if modes_open() and selective():
-            with _disable_current_modes():
-                self.add(tensor, unwrapped=True)
-            return
-        if is_tracing():
-            with untraced():
-                self.add(tensor, unwrapped=True)
-            return
-        if tensor.requires_grad or forward_ad._current_level >= 0:
-            tensor = tensor.detach()  # of its tangent, too
-        if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_nested:
-            tensor = plain(tensor)
-        number = tensor.numel()
-        with self._lock:
-            self._calls += 1
-            self._count += number
-            if tensor.is_meta or isinstance(tensor, FakeTensor):
-                return
-            if self._histogram is not None:
-                self._histogram.add(tensor)
-            if number:
-                self._add_entries(tensor, number)
-
-    @eager
-    def read(self) -> Statistics:
-        """The figures so far; on a GPU this waits for it."""
-        with self._lock:
-            self._merge()
-            self._unstage()
-            if not self._busy:
-                self._fetch()
-            low, high = (self._min, self._max) if self._finite else (math.nan, math.nan)
-            mean = self._mean if self._finite else math.nan
-            std = math.sqrt(self._spread / (self._finite - 1)) if self._finite > 1 else math.nan
-            seen = self._finite + self._nans + self._infs
-            zeros = self._zeros / seen if seen else math.nan
-            return Statistics(
-                self._calls, self._count, mean, std, low, high, zeros, int(self._nans), int(self._infs),
-                **(self._histogram.read() if self._histogram is not None else {}),
-            )  # fmt: skip
-
-    # ---- the figures ----
-
-    def _at_once(self, tensor: Tensor) -> bool:
-        """Count a tensor on the CPU; False, and nothing is done, for a nested or an empty one."""
-        try:
-            shape = tensor.shape
-        except RuntimeError:  # a nested one has none
-            return False
-        scratch, figures = per_thread.scratch, None
-        views = scratch.views.get(shape, ())
-        number = views[0] if views else shape.numel()
-        if number >= STAGED:
-            if number <= CHUNK:
-                array = as_array(tensor) if number > FEW else None
-                figures = scratch.figures(tensor, shape, array, views)
-            elif (array := as_array(tensor)) is not None:
-                figures = scratch.figures_in_parts(array)
-        if figures is not None:
-            self._measured.append(figures)  # without the lock: a deque has its own
-            if len(self._measured) >= MEASURED:
-                with self._lock:
-                    self._merge()
-        elif number:
-            with self._lock:
-                self._calls += 1
-                self._count += number
-                self._add_entries(tensor, number)
-        return number > 0
-
-    def _add_entries(self, tensor: Tensor, number: int) -> None:
-        """Small ones are collected; so are those that come in the middle of measuring."""
-        if number < STAGED or self._busy:
-            self._stage(tensor, number)
-            return
-        self._busy = True
-        try:
-            self._measure(tensor)
-        finally:
-            self._busy = False
-
-    def _merge(self) -> None:
-        """Add what has been measured; nothing while that is going on, since this may have come in between."""
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._measured:
-                figures = self._measured.popleft()
-                self._calls += 1
-                self._count += figures[0]
-                self._add(*figures)
-        finally:
-            self._busy = False
-
-    def _stage(self, tensor: Tensor, number: int) -> None:
-        self._staged.append(tensor.clone())
-        self._staged_count += number
-        if self._staged_count >= STAGED:
-            self._unstage()
-
-    def _unstage(self) -> None:
-        if not self._staged or self._busy:
-            return
-        self._busy = True
-        try:
-            flat = [tensor.flatten() for tensor in self._staged]
-            self._staged, self._staged_count = [], 0
-            if len({part.dtype for part in flat}) > 1:
-                # torch.cat would take int64 beside bfloat16 to bfloat16.
-                flat = [part.to(torch.float32 if part.is_mps else torch.float64) for part in flat]
-            self._measure(
-                flat[0] if len(flat) == 1 else torch.cat([part.to(flat[0].device) for part in flat])
-            )
-        finally:
-            self._busy = False
-
-    def _measure(self, tensor: Tensor) -> None:
-        if not tensor.is_cpu:
-            self._pending += map(careful, tensor.flatten().split(GPU_CHUNK))
-            if len(self._pending) >= PENDING:
-                self._pending = [merged(self._pending)]
-            return
-        figures, flat = per_thread.scratch.figures, tensor.flatten()
-        array, parts = as_array(flat), flat.chunk(math.ceil(tensor.numel() / CHUNK))
-        size = len(parts[0])
-        for index, part in enumerate(parts):
-            same = None if array is None else array[index * size : (index + 1) * size]
-            self._add(*(figures(part, part.shape, same) or careful(part).tolist()))
-
-    def _fetch(self) -> None:
-        """Bring what has been counted on a GPU; this waits for it."""
-        if self._pending:
-            result, self._pending = merged(self._pending), []
-            self._add(*result.tolist())
-
-    def _add(
-        self,
-        finite: float,
-        mean: float,
-        spread: float,
-        zeros: float,
-        nans: float,
-        infs: float,
-        low: float,
-        high: float,
-    ) -> None:
-        if finite:
-            # Chan, Golub and LeVeque (1979): the spread of two groups from those of each.
-            step = mean - self._mean if self._finite else 0.0
-            if not self._finite:
-                self._mean = mean
-            both = self._finite + finite
-            self._mean += step * finite / both
-            self._spread += spread + step * step * self._finite * finite / both
-            self._finite = both
-            if low < self._min:
-                self._min = low
-            if high > self._max:
-                self._max = high
-        self._zeros += zeros
-        self._nans += nans
-        self._infs += infs
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """`tensor` in pieces, each a block of its memory, so that no copy is as large as the tensor."""
+    if tensor.numel() <= (CPU_PIECE if tensor.is_cpu else GPU_PIECE):
+        yield tensor
+        return
+    outermost = max((dim for dim, size in enumerate(tensor.shape) if size > 1), key=tensor.stride)
+    for half in tensor.chunk(2, outermost):
+        yield from _pieces(half)
 
 
-# A process may be forked while a thread, which the child does not have, holds the lock.
-_all: weakref.WeakSet[Running] = weakref.WeakSet()
+def _widened(tensor: Tensor) -> Tensor:
+    """A copy in float64. Apple's GPUs have none, so there it is float32."""
+    return tensor.to(torch.float32 if tensor.is_mps else torch.float64, copy=True)
 
 
-def _unlock() -> None:
-    for running in _all:
-        running._lock, running._busy = threading.RLock(), False
+def _summary(wide: Tensor) -> Tensor:
+    """Eight numbers of a tensor, which is overwritten: count, mean, spread, zeros, NaNs, infinities, least, largest.
+
+    Count, mean, spread (the sum of squared distances from the mean) and the extremes are those of the finite entries.
+    """
+    if wide.is_cpu and math.isfinite(
+        total := wide.sum().item()
+    ):  # on a GPU a look at a value would wait for it
+        return _finite_summary(wide, total)
+    finite = wide.isfinite()
+    number = finite.sum()
+    mean = wide.where(finite, 0).sum() / number.clamp(min=1)
+    spread = (wide - mean).where(finite, 0).square().sum()
+    counts = ((wide == 0).sum(), wide.isnan().sum(), wide.isinf().sum())
+    low, high = wide.where(finite, math.inf).amin(), wide.where(finite, -math.inf).amax()
+    return torch.stack([each.to(wide.dtype) for each in (number, mean, spread, *counts, low, high)])
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+def _finite_summary(wide: Tensor, total: float) -> Tensor:
+    """The same on the CPU in a third of the time, where all entries are finite; `total` is their sum."""
+    number, (low, high) = wide.numel(), (bound.item() for bound in wide.aminmax())
+    centre = low if low == high else total / number  # equal numbers have no spread at all
+    off = wide - centre
+    mean = centre + off.sum().item() / number
+    spread, zeros = off.square_().sum().item(), number - wide.ne_(0).sum().item()
+    return torch.tensor((number, mean, spread, zeros, 0, 0, low, high), dtype=torch.float64, device="cpu")
+
+
+def _merge(summaries: list[Tensor]) -> Tensor:
+    """Several summaries as one (Chan, Golub and LeVeque, 1979); no value is looked at."""
+    numbers, means, spreads, *counts, lows, highs = torch.stack(summaries).T
+    number, off = numbers.sum(), means - means[0]  # equal means stay exactly equal
+    step = (numbers * off).sum() / number.clamp(min=1)
+    spread = spreads.sum() + (numbers * (off - step) ** 2).sum()
+    return torch.stack(
+        [number, means[0] + step, spread, *(each.sum() for each in counts), lows.min(), highs.max()]
+    )

@@ -198,3 +198,16 @@ def test_a_model_without_layers_is_told_how_it_is_called_itself():
     with pytest.raises(KeyError, match='the model has no layers inside, give "" for itself'):
         select(layer, "**")
     assert list(select(layer, "").values()) == [layer]
+
+
+@pytest.mark.parametrize("function", ["features", "layer_statistics", "verbose"])
+def test_a_torchscript_module_takes_no_hook_and_is_refused(function):
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    call = getattr(hooklab, function)
+    with pytest.raises(
+        ValueError,
+        match=f"{function}: '1' is a .*, a TorchScript module, which is not hooked; take the eager",
+    ):
+        call(nn.Sequential(nn.ReLU(), scripted), "1")
+    with pytest.raises(ValueError, match=f"{function}: '' is a .*, a TorchScript module"):
+        call(scripted, "")
