@@ -242,7 +242,7 @@ def test_the_model_of_the_notebook_omits_two_gigabytes(starts, sizes):
 
 
 def test_with_offload_less_is_alive(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     from gpu_offload import Regrouped
 
     plan = {"wide": 1, "layer2": 3, "layer3": 4}
