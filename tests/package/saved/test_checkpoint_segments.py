@@ -32,19 +32,19 @@ def block(width=6):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks=5, extra=()):
+    def __init__(self, extra=()):
         super().__init__()
         self.stem = nn.Linear(4, 6)
-        self.body = nn.Sequential(*(block() for _ in range(blocks)), *extra)
+        self.body = nn.Sequential(*(block() for _ in range(5)), *extra)
         self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, x):
         return self.head(self.body(self.stem(x)))
 
 
-def net(blocks=5, extra=lambda: ()):
+def net(extra=lambda: ()):
     torch.manual_seed(0)
-    return Net(blocks, extra())
+    return Net(extra())
 
 
 def train(model, steps=2, context=None, retain=False):
@@ -70,20 +70,14 @@ def equal(left, right):
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 100])
-def test_gradients_parameters_and_buffers_equal_plain_training(size):
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_gradients_parameters_and_buffers_equal_plain_training(size, retain):
     model = net()
-    with checkpoint_segments(model, {"body": size}):
-        found = train(model)
-    assert equal(train(net()), found)
+    with checkpoint_segments(model, {"body": size, "head": 1}):
+        found = train(model, retain=retain)
+    assert equal(train(net(), retain=retain), found)
     assert model.body[0][1].num_batches_tracked == 2
-
-
-def test_several_sequentials_each_in_its_own_way():
-    model = net()
-    with checkpoint_segments(model, {"body": 2, "head": 1}):
-        found = train(model)
-    assert equal(train(net()), found)
 
 
 def test_only_the_inputs_of_the_segments_are_saved():
@@ -94,26 +88,6 @@ def test_only_the_inputs_of_the_segments_are_saved():
     assert len(inputs) == 3  # of blocks 0, 2 and 4
     assert saved.total_bytes == x.nbytes + 3 * 8 * 6 * 4
     y.sum().backward()
-
-
-def test_running_statistics_are_updated_once_also_with_retain_graph():
-    model = net()
-    with checkpoint_segments(model, {"body": 1}):
-        found = train(model, retain=True)
-    assert equal(train(net(), retain=True), found)
-    assert model.body[0][1].num_batches_tracked == 2
-
-
-def test_dropout_draws_the_same_numbers_again():
-    extra = lambda: (nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.3))  # noqa: E731
-    model, runs = net(extra=extra), []
-    with (
-        checkpoint_segments(model, {"body": 3}),
-        model.body[6].register_forward_hook(lambda *args: runs.append("forward")),
-    ):
-        found = train(model)
-    assert len(runs) == 2 * 2  # twice in each step
-    assert equal(train(net(extra=extra)), found)
 
 
 class Counter(nn.Module):
@@ -137,38 +111,25 @@ class Counter(nn.Module):
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("how", ["replaced", "in place", "through .data"])
 def test_buffers_that_the_output_depends_on_have_their_old_value_again(how, retain):
-    extra = lambda: (Counter(how), nn.Tanh())  # noqa: E731
-    model = net(extra=extra)
+    expected, model = net(lambda: (Counter(how), nn.Tanh())), net(lambda: (Counter(how), nn.Tanh()))
     with checkpoint_segments(model, {"body": 7}):
-        found = train(model, steps=3, retain=retain)
-    assert equal(train(net(extra=extra), steps=3, retain=retain), found)
-    assert model.body[5].calls == 3
+        found = train(model, retain=retain)
+    assert equal(train(expected, retain=retain), found)
+    assert model.body[5].calls == 2
 
 
-def test_a_buffer_that_two_blocks_share_is_shared_in_the_recomputation():
-    def extra():
-        first, second = Counter("in place"), Counter("in place")
-        second.calls = first.calls
-        return first, second, nn.Tanh()
-
-    model = net(extra=extra)
-    with checkpoint_segments(model, {"body": 8}):
-        assert equal(train(net(extra=extra)), train(model))
-    assert model.body[5].calls == 4
-
-
-def test_noise_that_is_drawn_after_the_last_save_is_drawn_again():
-    expected, model = train(net(extra=lambda: (nn.RReLU(),))), net(extra=lambda: (nn.RReLU(),))
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda: (nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.3)),
+        lambda: (nn.RReLU(),),  # whose noise is drawn after the last save
+        lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),),  # one more iteration a forward
+    ],
+)
+def test_random_numbers_are_drawn_alike_and_spectral_norm_iterates_once(extra):
+    expected, model = train(net(extra)), net(extra)
     with checkpoint_segments(model, {"body": 3}):
         assert equal(expected, train(model))
-
-
-def test_spectral_norm_iterates_once():
-    extra = lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),)  # noqa: E731
-    model = net(extra=extra)
-    with checkpoint_segments(model, {"body": 2}):
-        found = train(model)
-    assert equal(train(net(extra=extra)), found)
 
 
 def test_two_forwards_before_the_backwards():
@@ -182,15 +143,6 @@ def test_two_forwards_before_the_backwards():
     with checkpoint_segments(model, {"body": 2}):
         found = run(model)
     assert equal(run(net()), found)
-
-
-def test_a_graph_that_is_never_used_leaves_buffers_as_plain_training():
-    model, plain = net(), net()
-    x = torch.randn(8, 4)
-    with checkpoint_segments(model, {"body": 2}):
-        model(x)
-    plain(x)
-    assert equal(list(plain.state_dict().values()), list(model.state_dict().values()))
 
 
 def test_without_grad_nothing_is_checkpointed():
@@ -222,16 +174,6 @@ def test_hooks_on_the_blocks_still_fire_and_features_count_once():
     with checkpoint_segments(model, {"body": 2}), features(model, "body.*") as f:
         model(x).sum().backward()
         assert [len(f.calls[f"body.{index}"]) for index in range(5)] == [1] * 5
-
-
-def test_an_error_in_a_block_leaves_buffers_in_place():
-    model = net()
-    handle = model.body[3].register_forward_hook(lambda module, args, output: 1 / 0)
-    buffers = dict(model.named_buffers())
-    with checkpoint_segments(model, {"body": 5}), pytest.raises(ZeroDivisionError):
-        model(torch.randn(8, 4))
-    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
-    handle.remove()
 
 
 # ---- life ----
@@ -277,11 +219,15 @@ def test_a_copy_made_meanwhile_runs_plainly_by_itself(copied):
         again(x)
 
 
+def without_grad(model, x):
+    return model(x).detach()
+
+
 def test_another_process_is_given_the_model_and_runs_it_plainly():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
     with checkpoint_segments(model, {"0": 1}):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found = pool.apply(model, (torch.ones(3, 2),))
+            found = pool.apply(without_grad, (model, torch.ones(3, 2)))
         assert torch.equal(found, model(torch.ones(3, 2)))
 
 
@@ -302,18 +248,6 @@ def test_a_model_is_freed_with_its_last_name_also_where_it_was_not_switched_back
         gc.enable()
 
 
-def test_subclasses_of_sequential_without_a_forward_of_their_own():
-    class Stage(nn.Sequential):
-        pass
-
-    model = net()
-    model.body = Stage(*model.body)
-    with checkpoint_segments(model, {"body": 2}):
-        assert isinstance(model.body, Stage)
-        found = train(model)
-    assert equal(train(net()), found)
-
-
 def test_the_handle_says_what_it_did():
     model = net()
     handle = checkpoint_segments(model, {"body": 2})
@@ -325,31 +259,16 @@ def test_the_handle_says_what_it_did():
         model(torch.randn(8, 4))
 
 
-def test_a_compiled_model_has_the_names_of_the_one_inside():
-    compiled = torch.compile(net(), backend="eager")
-    with checkpoint_segments(compiled, {"body": 2}) as segments:
-        compiled(torch.randn(8, 4)).sum().backward()
-    assert repr(segments) == "Segments(removed)"
-    with pytest.raises(KeyError, match="no layer is called 'bodi'; close: 'body'"):
-        checkpoint_segments(compiled, {"bodi": 1})
-    torch._dynamo.reset()
-
-
-def test_inside_a_compiled_model_it_is_right_though_not_compiled():
+def test_a_compiled_model_is_right_though_not_compiled_and_with_fullgraph_refused():
     torch._dynamo.reset()
     model, plain, x = net(), net(), torch.randn(8, 4)
     with checkpoint_segments(model, {"body": 2}):
         torch.compile(model, backend="eager")(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
-    assert model.body[0][1].num_batches_tracked == 1
-    torch._dynamo.reset()
-
-
-def test_with_fullgraph_it_is_refused_in_words():
-    torch._dynamo.reset()
-    model = net()
-    with checkpoint_segments(model, {"body": 2}):
+        plain(x).square().sum().backward()
+        assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+        assert equal(list(plain.buffers()), list(model.buffers()))
+        with pytest.raises(KeyError, match="no layer is called 'bodi'; close: 'body'"):
+            checkpoint_segments(torch.compile(model, backend="eager"), {"bodi": 1})
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(Exception, match=r"checkpoint_segments does not work inside torch\.compile"):
             compiled(torch.randn(8, 4))
@@ -489,16 +408,10 @@ def same_as_plain(make, plan, between=lambda model: None):
     return equal(expected, trained(make, plan, between))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_an_in_place_block_at_a_border_leaves_the_saved_input_alone(size):
-    blocks = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ELU(inplace=True)
-    assert same_as_plain(lambda: Around(*copy.deepcopy(blocks)), {"body": size})
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_in_place_block_at_the_beginning_edits_what_the_caller_gave(size):
-    """There `x + model(x)` sees the edited x."""
-    blocks = nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Tanh()
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_in_place_block_edits_what_the_caller_gave_and_leaves_the_saved_input_alone(size):
+    """In plain training `x + model(x)` sees the edited x."""
+    blocks = nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ELU(inplace=True), nn.Linear(4, 4)
     assert same_as_plain(lambda: Around(*copy.deepcopy(blocks)), {"body": size})
 
 
@@ -516,22 +429,6 @@ def test_a_segment_that_edits_its_input_deeper_inside_is_named():
     match = "segment that begins with Sequential edits its input in place.*inplace=False"
     with checkpoint_segments(model, {"1": 1}), pytest.raises(RuntimeError, match=match):
         model(torch.randn(3, 4))
-
-
-def test_the_copy_of_an_input_that_an_in_place_block_edits_leads_no_further_up():
-    class Cuts(nn.Linear):
-        def forward(self, x):
-            return super().forward(x.detach()).tanh()
-
-    model, x = nn.Sequential(nn.ReLU(inplace=True), Cuts(4, 4)), torch.ones(2, 4, requires_grad=True)
-    with checkpoint_segments(model, {"": 2}):
-        upstream = x.exp()  # its Node saves it
-        memory = weakref.ref(upstream.untyped_storage())
-        y = model(upstream * 1)
-        del upstream
-        assert memory() is None
-        y.sum().backward()
-    assert model[1].weight.grad.any()
 
 
 class Noting(nn.Linear):
@@ -567,7 +464,7 @@ class Skips(Around):
 def test_what_a_block_notes_is_what_its_forward_has_noted(size):
     def check(model):
         assert model.body[0].seen == []
-        model.noted = getattr(model, "noted", []) + [model.body[0].calls, model.body[0].aux.item()]
+        model.noted = [*getattr(model, "noted", []), model.body[0].calls]
 
     assert same_as_plain(Skips, {"body": size}, check)
     model = Skips()
@@ -618,26 +515,6 @@ def test_what_a_forward_registers_is_refused_since_it_would_be_registered_twice(
 
     with pytest.raises(RuntimeError, match=r"begins with Late registers a parameter, a buffer or a hook"):
         trained(lambda: Around(Late(4, 4)), {"body": 1})
-
-
-def test_a_buffer_that_carries_a_graph():
-    class Recurrent(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.register_buffer("state", torch.zeros(4), persistent=False)
-
-        def forward(self, x):
-            self.state = torch.tanh(super().forward(x) + self.state)
-            return self.state
-
-    def gradient(plan):
-        torch.manual_seed(0)
-        model = nn.Sequential(Recurrent(), nn.Tanh())
-        with checkpoint_segments(model, plan) if plan else contextlib.nullcontext():
-            sum(model(torch.ones(2, 4) / number).sum() for number in (1, 2, 3)).backward()
-        return model[0].weight.grad
-
-    assert torch.equal(gradient({"": 2}), gradient(None))
 
 
 def test_a_forward_that_takes_a_derivative_updates_its_buffers_once():
@@ -706,9 +583,9 @@ def test_tensors_in_a_tuple_are_saved_guarded_and_offloaded():
 @pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"x": x}, lambda x: (x, None)])
 def test_an_input_of_another_kind_is_refused(make):
     model = nn.Sequential(Masked(4, 4))
-    with checkpoint_segments(model, {"": 1}):
-        with pytest.raises(TypeError, match="begins with Masked was given .*; expected a tensor, or a tuple"):
-            model(make(torch.ones(2, 4)))
+    message = r"begins with Masked was given .*; expected a tensor, or a tuple of tensors; leave"
+    with checkpoint_segments(model, {"": 1}), pytest.raises(TypeError, match=message):
+        model(make(torch.ones(2, 4)))
 
 
 # ---- changes between forward and backward ----
@@ -738,7 +615,7 @@ def other_parameter(model):
     [
         (
             double_in_place,
-            r"modified by an inplace operation: \[a parameter \[4, 4\]\] is at version 1; expected",
+            r"modified by an inplace operation: \[a parameter \[4, 4\]\] is at version 2; expected version 1",
         ),
         (double_in_a_vector, r"a parameter \[4, 4\] was given other memory .* run backward before"),
         (double_by_data, r"a parameter \[4, 4\] was given other memory .* run backward before"),
@@ -750,18 +627,6 @@ def other_parameter(model):
 def test_parameters_that_change_between_forward_and_backward_are_refused(change, message):
     with pytest.raises(RuntimeError, match=message):
         trained(lambda: Around(nn.Linear(4, 4), nn.Linear(4, 4)), {"body": 2}, change)
-
-
-def test_parameters_that_have_their_memory_again_in_backward_are_as_they_were():
-    """Averaged weights, say, are put in place for a moment."""
-
-    def swap(model):
-        own = [parameter.data for parameter in model.parameters()]
-        for parameter, data in zip(model.parameters(), own, strict=True):
-            parameter.data = torch.zeros_like(data)
-            parameter.data = data
-
-    assert same_as_plain(lambda: Around(nn.Linear(4, 4), nn.Tanh()), {"body": 2}, swap)
 
 
 def test_a_buffer_edited_between_forward_and_backward_changes_no_gradient():
