@@ -269,6 +269,7 @@ def test_a_compiled_model_is_right_though_not_compiled_and_with_fullgraph_refuse
         assert equal(list(plain.buffers()), list(model.buffers()))
         with pytest.raises(KeyError, match="no layer is called 'bodi'; close: 'body'"):
             checkpoint_segments(torch.compile(model, backend="eager"), {"bodi": 1})
+        torch._dynamo.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(Exception, match=r"checkpoint_segments does not work inside torch\.compile"):
             compiled(torch.randn(8, 4))
