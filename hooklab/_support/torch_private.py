@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 
-__all__ = ["NO_BACKWARD", "eager", "graph_task", "is_compiled", "outer_hooks", "recomputing", "saving_node"]
-__all__ += ["is_fake", "running_calls", "uncompiled", "without_modes"]
+__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_compiled", "is_fake"]
+__all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -43,6 +44,16 @@ def saving_node() -> Any:
     """The Node that is running its backward in this thread; None outside, and where PyTorch cannot say."""
     current = getattr(torch._C, "_current_autograd_node", None)
     return current() if current is not None else None
+
+
+def hook_ids(tensor: Tensor) -> tuple[int, ...]:
+    """The hooks that `tensor.register_hook` has put on it, by number; none where PyTorch keeps them elsewhere."""
+    return tuple(getattr(tensor, "_backward_hooks", None) or ())
+
+
+def cached_parametrizations() -> bool:
+    """True inside `torch.nn.utils.parametrize.cached()`; False where PyTorch cannot say."""
+    return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
 def eager(function: Callable) -> Callable:

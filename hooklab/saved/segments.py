@@ -1,17 +1,59 @@
-"""What `checkpoint_segments` returns: the Sequentials that run in segments, until they are switched back."""
+"""Sequentials that run in segments: the input of each segment is saved, the rest is recomputed in backward."""
 
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from hooklab._support import refuse
 from hooklab._support.handles import Installed
-from hooklab.layers.select import uncompiled
-from hooklab.saved.segmented import Segmented
+from hooklab._support.packing import has_memory, refuse_edited
+from hooklab._support.torch_private import cached_parametrizations, hook_ids, uncompiled
 
-__all__ = ["Segments"]
+__all__ = ["Segments", "checkpoint_segments", "run_saving_input"]
+
+LAZY = nn.UninitializedParameter, nn.UninitializedBuffer
+
+
+def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments":
+    """Save only the input of each segment of a Sequential, and recompute the rest in backward.
+
+    Less memory for about a third more time. Gradients, buffers (running statistics) and random numbers (dropout)
+    are those of plain training, bit for bit. `with`, or `.remove()`, switches the Sequentials back.
+
+    Args:
+        model: any module.
+        plan: blocks per segment by the name of a Sequential: `{"layer1": 1, "layer2": 2}`; `""` is the model itself.
+            Large segments save fewer inputs, but hold more while they are recomputed.
+
+    Returns:
+        A handle with `.remove()`. Composes with `Offload`, which then moves the inputs of the segments.
+
+    Raises:
+        KeyError: the model has no such layer; the message gives the closest names.
+        TypeError, ValueError: the layer is no plain Sequential or is switched already, or a number is below 1.
+            Nothing has been changed then.
+        RuntimeError: in forward, if a segment edits its input in place; in backward, if a parameter was edited
+            since forward, as in plain PyTorch.
+
+    Example:
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
+        >>> with checkpoint_segments(model, {"0": 1}):
+        ...     model(torch.ones(3, 2)).sum().backward()
+
+    As with any checkpoint, a block must compute the same the second time: keep its state in buffers, draw random
+    numbers from PyTorch's global generators, and remove hooks that change outputs only after backward.
+    Limits: docs/limits.md#checkpoint_segments. Source: [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html).
+    """
+    refuse.no_module("checkpoint_segments", model)
+    return Segments(model, plan)
 
 
 class Segments(Installed):
@@ -27,40 +69,164 @@ class Segments(Installed):
         if not plan:
             raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
         modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
+        switched: list[nn.Module] = []
         with self._all_or_none():
             for name, blocks in plan.items():
-                if any(one.module is modules.get(name) for one in self._handles):
+                if modules.get(name) in switched:
                     raise ValueError(f"checkpoint_segments: {name!r} is another name of a layer in the plan")
                 module = _sequential(modules, name)
                 blocks = refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
                 self._handles.append(Switched(name, module, blocks))
+                switched.append(module)
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        idle = [one.name for one in self._handles if not one.module._hooklab_called]
+    def __exit__(self, *exc_info: object) -> None:
+        idle = [one.name for one in self._handles if not one.called]
         self.remove()
-        if idle and kind is None:
+        if idle and exc_info[0] is None:
             why = "was the model run inside the block, and does it call these layers as a whole?"
             warnings.warn(f"checkpoint_segments: never called: {refuse.listed(idle)}; {why}", stacklevel=2)
 
     def __repr__(self) -> str:
-        parts = (f"{one.name or repr(one.name)}: {one.module._hooklab_blocks}" for one in self._handles)
+        parts = (f"{one.name or repr(one.name)}: {one.blocks}" for one in self._handles)
         return f"Segments({', '.join(parts) or 'removed'})"
 
 
 class Switched:
-    """One of them. It gets a class of its own, which holds what belongs to it."""
+    """One of them: until `.remove()` this object is its forward."""
 
     def __init__(self, name: str, module: nn.Sequential, blocks: int):
-        self.name, self.module, kind = name, module, type(module)
-        facts = {"_hooklab_kind": kind, "_hooklab_blocks": blocks, "_hooklab_called": []}
-        module.__class__ = type(kind.__name__, (Segmented, kind), facts)
+        self.name, self.blocks, self.called = name, blocks, False
+        self._module = weakref.ref(module)  # the module holds this object, and would hold itself
+        vars(module)["forward"] = self
+
+    def __call__(self, input: Any) -> Any:
+        module: Any = self._module()
+        self.called = True
+        if not torch.is_grad_enabled():
+            return nn.Sequential.forward(module, input)
+        if torch.compiler.is_compiling():
+            inside = "torch.compile (which has its own way to recompute) or torch.export"
+            advice = "remove it before, or compile the blocks: for block in model.layer1: block.compile()"
+            raise NotImplementedError(f"checkpoint_segments does not work inside {inside}; {advice}")
+        blocks, size = list(module), self.blocks
+        for start in range(0, len(blocks), size):
+            # The first block of the next segment edits what this one may merely pass on: its own input.
+            in_place = any(getattr(block, "inplace", False) for block in blocks[start::size][:2])
+            input = run_saving_input(nn.Sequential(*blocks[start : start + size]), input, copies=in_place)
+        return input
 
     def remove(self) -> None:
         """Let it run as before."""
-        if Segmented in type(self.module).__bases__:
-            self.module.__class__ = self.module._hooklab_kind
-        else:  # it has another class above ours since then, as from `fully_shard`: that one stays
-            type(self.module)._hooklab_blocks = 0
+        module = self._module()
+        if module is not None and vars(module).get("forward") is self:
+            del vars(module)["forward"]
+
+    def __reduce__(self) -> Any:
+        """A copy of the module, and what is pickled of it, has the forward of its class."""
+        return getattr, (self._module(), "forward")
+
+
+def run_saving_input(segment: nn.Sequential, input: Any, copies: bool) -> Any:
+    """What the segment returns; for backward only its input is saved, and the rest recomputed."""
+    several, where = type(input) is tuple, f"the segment that begins with {type(segment[0]).__name__}"
+    inputs = input if several else (input,)
+    if not all(isinstance(one, Tensor) for one in inputs):
+        wanted = "a tensor, or a tuple of tensors; leave this Sequential out of the plan"
+        raise TypeError(f"checkpoint_segments: {where} was given {type(input).__name__}; expected {wanted}")
+    start, given = Start(segment), [input]
+
+    def run(*again: Tensor) -> Any:
+        if cached_parametrizations():
+            cached = "torch.nn.utils.parametrize.cached(), whose weights may not be the same in backward"
+            raise RuntimeError(f"checkpoint_segments does not work inside {cached}; leave it out")
+        if given:
+            return segment.forward(given.pop())
+        # A hook that a block puts on its input fires once: this input has no graph, and none will run through it.
+        again = tuple(one.detach().requires_grad_(one.requires_grad) for one in again)
+        again = tuple(one.clone() for one in again) if copies else again
+        with start.restored() as buffers:
+            return functional_call(segment, buffers, (again if several else again[0],))
+
+    # An in-place block edits what the caller gave, as in plain training; a copy of that is saved.
+    saved = [_copy(one) if copies else one for one in inputs]
+    versions = [one._version for one in saved]
+    # Early stop would leave a block half done, before it puts back what it changed or draws its last random numbers.
+    output = checkpoint(run, *saved, use_reentrant=False, early_stop=False)
+    if [one._version for one in saved] != versions:
+        edits = "edits its input in place, and the input is what is saved"
+        raise RuntimeError(f"checkpoint_segments: {where} {edits}; use inplace=False there, or another plan")
+    if _registered(segment) != start.registered:
+        what = "a parameter, a buffer or a hook on a parameter, and would do so again in backward"
+        raise RuntimeError(f"checkpoint_segments: the forward of {where} registers {what}; do it before")
+    return output
+
+
+class Start:
+    """What the forward of a segment began with: the recomputation begins with the same, or is refused."""
+
+    def __init__(self, segment: nn.Sequential):
+        self.segment, self.registered = segment, _registered(segment)
+        self.buffers = {name: _copy(buffer) for name, buffer in segment.named_buffers()}
+        self.parameters = {
+            name: (one, one._version, _memory(one), one.requires_grad)
+            for name, one in segment.named_parameters()
+        }
+        flags = ("training", "forward")  # a Sequential inside may run in segments of its own
+        modules = [vars(module) for module in segment.modules()]
+        self.flags = [(own, {name: own[name] for name in flags if name in own}) for own in modules]
+
+    @contextmanager
+    def restored(self) -> Iterator[dict[str, Tensor]]:
+        """Around the recomputation, for which it returns the buffers; what blocks note in attributes is undone."""
+        self.refuse_changes()
+        noted = [(own, dict(own)) for own, _ in self.flags]
+        lists = [(item, list(item)) for own, _ in noted for item in own.values() if type(item) is list]
+        try:
+            for own, flags in self.flags:
+                own.update(flags)
+            yield {name: _copy(buffer) for name, buffer in self.buffers.items()}
+        finally:
+            for own, attributes in noted:
+                for name in own.keys() - attributes.keys():
+                    del own[name]
+                own.update(attributes)
+            for item, items in lists:
+                item[:] = items
+
+    def refuse_changes(self) -> None:
+        """RuntimeError if a parameter is not as forward has used it."""
+        now = dict(self.segment.named_parameters())
+        for name, (parameter, version, memory, needs_grad) in self.parameters.items():
+            what, advice = f"a parameter {list(parameter.shape)}", "run backward before that"
+            if now.get(name) is not parameter:
+                change = "is another tensor than in forward; did torch.func.functional_call lend that one?"
+                advice = "Call it inside a torch.utils.checkpoint of your own"
+            elif parameter._version != version:
+                return refuse_edited(what, parameter._version, version)
+            elif _memory(parameter) is not memory:
+                ways = "`.data = ...`, vector_to_parameters, model.to"
+                change = f"was given other memory between forward and backward ({ways});"
+            elif parameter.requires_grad != needs_grad:
+                change = "had its requires_grad changed between forward and backward;"
+            else:
+                continue
+            raise RuntimeError(f"checkpoint_segments: {what} {change} {advice}")
+
+
+def _memory(parameter: Tensor) -> weakref.ref | None:
+    """Its storage, which `.data = ...` replaces; PyTorch keeps one object, and Python one reference, for each."""
+    return weakref.ref(parameter.untyped_storage()) if has_memory(parameter) else None
+
+
+def _registered(segment: nn.Sequential) -> list[Any]:
+    """The names of parameters and buffers, and the hooks on parameters: a forward leaves them as they are."""
+    names = [name for name, _ in (*segment.named_parameters(), *segment.named_buffers())]
+    return [*names, *map(hook_ids, segment.parameters())]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The same values in memory of their own, without a graph."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
@@ -71,19 +237,19 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
         shown = refuse.listed(close) or "no Sequential in this model"
         raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
-    module = modules[name]
-    if isinstance(module, Segmented):
-        said = "runs in segments already; remove that first"
-        if not module._hooklab_blocks:
-            said = "once ran in segments, and was sharded then; make a new model, and shard it first"
-        raise ValueError(f"checkpoint_segments: {name!r} {said}")
-    kind = type(module)
+    module, kind = modules[name], type(modules[name])
+    own = vars(module).get("forward")
+    if isinstance(own, Switched):
+        raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
     found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
     if isinstance(module, nn.Sequential):
-        if kind.forward is nn.Sequential.forward and "forward" not in vars(module):
+        if any(isinstance(one, LAZY) for one in (*module.parameters(), *module.buffers())):
+            raise ValueError(f"checkpoint_segments: {name!r} has a lazy layer; run the model once before")
+        of_the_class = own is None or getattr(own, "__func__", None) is nn.Sequential.forward  # in a copy
+        if kind.forward is nn.Sequential.forward and of_the_class:
             return module
         found += " with a forward of its own"
-        if "forward" in vars(module):
+        if not of_the_class:
             found += ", put on the object, as accelerate does: call checkpoint_segments before that"
     elif isinstance(module, nn.ModuleList):
         switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
@@ -91,64 +257,3 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         found += f", whose owner calls the blocks in a loop of its own: {advice}"
     wanted = "a Sequential, whose blocks run one after the other"
     raise TypeError(f"checkpoint_segments: {name!r} should be {wanted}; found {found}")
-
-
-def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> Segments:
-    """Save only the input of every segment of a Sequential; the rest is computed again in backward.
-
-    The Sequentials are switched at once. Use `with`, or call `.remove()`, to switch them back. Gradients and buffers
-    are those of plain training, bit for bit: what a forward changes in the buffers of its modules (running
-    statistics) is changed once, what it puts with `register_hook` on its input or its parameters holds once, and
-    random numbers of PyTorch's global generators (dropout) are drawn again alike, on the CPU and on the GPUs of the
-    tensors that a segment is given (inside an object they do not count); not those of a `torch.Generator` of your
-    own, of NumPy, or of Python's `random`. Buffers that are views of one another are copied apart. A parameter that a
-    forward edits is edited again, and what a forward adds to `.grad` by a backward of its own is added again. What a
-    block notes in an attribute (a loss, a count of its calls) stays what the forward has noted, also in a list, but
-    not in a dict. All else that a block uses has to stay as it is until backward is over, as with
-    `torch.utils.checkpoint`: forward hooks that change an output or compute with grad (take them off after backward),
-    attributes that are no buffers (a count that the output depends on belongs in one), globals. Blocks may write into
-    a list, a dict or an object that they are given: each run has a copy, of an object one level deep (`copy.copy`).
-
-    Args:
-        model: any module.
-        plan: blocks per segment by the name of a Sequential, `{"layer1": 1, "layer2": 2}`; `""` is the model
-            itself. Small segments save less memory, and hold less while they are computed again. A segment is computed
-            again to its end, where torch's own checkpoint stops at the last save, before a Linear for example.
-
-    Returns:
-        A handle with `.remove()`.
-
-    Raises:
-        KeyError: the model has no such layer; the message gives the closest names.
-        TypeError: a layer is no Sequential, or one with a forward of its own; a number is none.
-        ValueError: a number is below 1, `plan` is empty or names one layer twice, or a Sequential is checkpointed
-            already. Nothing has been changed then.
-        NotImplementedError: in forward, inside `torch.export`; with `torch.compile(fullgraph=True)` the compiler's own error.
-        RuntimeError: when entered again after `.remove()`; in forward, if a segment edits its input in place, or the
-            tensors and lists that an object in it holds (where its first block, or the one after it, has `inplace=True`
-            itself, the input is copied instead); in backward, if a parameter, or a buffer of more than 4,096 numbers, was
-            edited or given other memory (`.data = ...`, `model.to`) in between; also by an optimizer that steps in
-            backward, where a segment ends in adding a parameter. An edit through `.data` (`p.data.mul_(2)`) is not noticed.
-        torch.utils.checkpoint.CheckpointError: in backward, if computing again saves something else than forward, or if
-            what a Node has saved is read twice: a `Function` of your own should read `ctx.saved_tensors` once.
-
-    Composes with `Offload`, which then moves the inputs of the segments. At the end of a `with` block a warning
-    names each Sequential that was never called. The parameters are those of the forward, also where
-    `torch.func.functional_call` or `torch.nn.utils.parametrize.cached` gave them (but for those that FSDP gathers).
-    `torch.func.grad`, `vjp`, `jacrev`, `hessian`, backward through `jvp` and, with grad on, `vmap` do not work with it, as
-    with any checkpoint.
-    One thread at a time may use the model where there are buffers, where blocks write into attributes, or where
-    `functional_call` gave the parameters.
-    Inside a checkpoint of your own, remove it after backward only. A copy made meanwhile runs as before, and so does
-    the first forward of a lazy layer. `torch.jit` wants it removed first. A graph that no backward uses up keeps the
-    segment's blocks; if one of them holds a result of that graph as an attribute, both stay, as with any checkpoint.
-
-    Example:
-        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
-        >>> with checkpoint_segments(model, {"0": 1}):
-        ...     model(torch.ones(3, 2)).sum().backward()
-
-    Source: [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html).
-    """
-    refuse.no_module("checkpoint_segments", model)
-    return Segments(model, plan)
