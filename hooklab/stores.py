@@ -2,12 +2,8 @@
 
 A slot is any object; its space is free again once nobody holds the slot. Autograd may still use what `write` is
 given: copy it, as `clone` does. A backward may edit what `read` returns: copy that too, where it may be read again.
-A store may also have
-
-- `prefetch(slot)`, a hint that `slot` is read soon;
-- `reaches(tensor)`, False for what the store cannot take;
-- `copies = True`: `write` copies at once, so a view need not be separated from the memory behind it before.
-
+A store may also have `prefetch(slot)`, a hint that `slot` is read soon; `reaches(tensor)`, False for what it cannot
+take; and `copies = True` if `write` itself copies: else it is given no view of a larger memory.
 A store of your own can be this short:
 
     >>> class InAList:
@@ -79,9 +75,7 @@ class Disk:
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
         except OSError as error:
-            advice = "give one that you may write to"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                advice = "let one Disk serve many blocks: to=disk in each, and disk = Disk() once"
+            advice = "give one that you may write to, and let one Disk serve many blocks"
             what = f"no file can be made in this folder ({error.strerror}); {advice}"
             raise OSError(error.errno, f"Disk: {what}", self.folder) from error
         self._process = os.getpid()
@@ -173,7 +167,6 @@ class PinnedMemory:
 
     `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from.
     Limits: docs/limits.md#stores (a model that computes on side streams).
-
     Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
     """
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab import saved_tensors
 
-FILE = Path(__file__).parent / "benchmarks" / "gpu_offload.py"
+FILE = Path(__file__).parents[1] / "benchmarks" / "gpu_offload.py"
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "33_offloading_to_cpu.ipynb"
 COMMON = [
     "stock",
