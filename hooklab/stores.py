@@ -1,9 +1,9 @@
 """Part 3: where offloaded tensors live. A store has two methods: `write(tensor) -> slot`, `read(slot) -> tensor`.
 
-A slot is any object; its space is free again once nobody holds the slot. What `write` is given shares no memory with
-anything larger (but where a store extends these two), and autograd may still use it: copy it, as `clone` does. A
-backward may edit what `read` returns: copy that, too, where it may be read again. A store may also have `prefetch(slot)`, a
-hint that `slot` is read soon, and `reaches(tensor)`, False for what it cannot take.
+A slot is any object; its space is free again once nobody holds the slot. Autograd may still use what `write` is
+given: copy it, as `clone` does. A backward may edit what `read` returns: copy that too, where it may be read again.
+A store may also have `prefetch(slot)`, a hint that `slot` is read soon; `reaches(tensor)`, False for what it cannot
+take; and `copies = True` if `write` itself copies: else it is given no view of a larger memory.
 A store of your own can be this short:
 
     >>> class InAList:
@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -28,30 +29,29 @@ import torch
 from torch import Tensor
 
 from hooklab._support import refuse
-from hooklab._support.compiler import eager
-from hooklab._support.slots import Row, Slot, aligned
+from hooklab._support.torch_private import eager
 
 __all__ = ["Disk", "PinnedMemory"]
 
 MIB = 2**20
 MIN_CHUNK = 32 * MIB
+ALIGNMENT = 512  # bytes; every dtype may begin there, and neighbouring gaps fit together
 
 
 class Disk:
-    """One file without a name (on Windows: deleted on close), in slots: none is left, not even by a process that is killed.
+    """One file without a name, in slots. No file stays behind, not even after a process that is killed.
 
     Args:
         folder: where the file lies; None for the system's folder for temporary files. It needs room for all
             that is written at one time.
 
     Raises:
-        OSError: the folder does not exist or cannot be written to; later, by `write`, when the disk is full:
-            the message gives the folder, the bytes wanted and the bytes free. Nothing that was written before is lost.
-        RuntimeError: by `write` and `read`, in a process that was forked since.
-        TypeError: when it is copied or pickled.
+        OSError: the folder does not exist or cannot be written to. Later, from `write`: the disk is full; the
+            message gives the folder, the bytes wanted and the bytes free. Nothing that was written before is lost.
+        RuntimeError: from `write` and `read`, in a process that was forked since.
+        TypeError: the store is copied or pickled.
 
-    One store may serve several contexts and threads. The file grows to the most that was held at one time, and
-    further where no gap is large enough; its room on disk is free again when the store and its slots are collected.
+    One store may serve several contexts. Its room on disk is free again when the store and its slots are collected.
 
     Example:
         >>> store = Disk()
@@ -62,7 +62,8 @@ class Disk:
     Source: [open(2), O_TMPFILE](https://man7.org/linux/man-pages/man2/open.2.html).
     """
 
-    @eager
+    copies = True
+
     def __init__(self, folder: str | os.PathLike | None = None):
         self.folder = os.path.abspath(folder) if folder is not None else tempfile.gettempdir()
         if os.path.isfile(self.folder):
@@ -74,9 +75,7 @@ class Disk:
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
         except OSError as error:
-            advice = "give one that you may write to"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                advice = "let one Disk serve many blocks: to=disk in each, and disk = Disk() once"
+            advice = "give one that you may write to, and let one Disk serve many blocks"
             what = f"no file can be made in this folder ({error.strerror}); {advice}"
             raise OSError(error.errno, f"Disk: {what}", self.folder) from error
         self._process = os.getpid()
@@ -88,14 +87,11 @@ class Disk:
         """True for a tensor that has content (one on the meta device has none), in the process of this store."""
         return not tensor.is_meta and os.getpid() == self._process
 
-    def write(self, tensor: Tensor) -> Slot:
-        """Copy a tensor to the disk. Any shape, strides, dtype and device; what is read back is flat.
-
-        It has to be an ordinary tensor: not sparse, nested, quantized, or on the meta device.
-        """
+    def write(self, tensor: Tensor) -> "Slot":
+        """Copy a tensor to the disk. Any shape, strides, dtype and device; what is read back is flat."""
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).cpu()
         with self._lock:
-            slot = Slot(self._row, self._row.take(flat.nbytes), flat)
+            slot = Slot(self._row, self._row.take(flat.nbytes) or 0, flat)  # the row of a file has no end
         try:
             self._move(flat, slot.start, reads=False)
         except OSError as error:
@@ -106,13 +102,13 @@ class Disk:
             raise OSError(error.errno, self._full(what, flat.nbytes)) from error
         return slot
 
-    def read(self, slot: Slot) -> Tensor:
+    def read(self, slot: "Slot") -> Tensor:
         """The content of a slot, 1-D, in memory. As often as you like."""
         flat = torch.empty(slot.nbytes // slot.dtype.itemsize, dtype=slot.dtype, device="cpu")
         self._move(flat, slot.start, reads=True)
         return flat
 
-    def prefetch(self, slot: Slot) -> None:
+    def prefetch(self, slot: "Slot") -> None:
         """Tell the system that `slot` is read soon."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), slot.start, slot.nbytes, os.POSIX_FADV_WILLNEED)
@@ -124,7 +120,7 @@ class Disk:
     def _move(self, flat: Tensor, at: int, reads: bool) -> None:
         if os.getpid() != self._process:
             raise RuntimeError("Disk: it was made before the process was forked; make one in each process")
-        rest, file = memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()), self._file
+        rest, file = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data, self._file
         while rest:  # one call moves 2 GiB at most, and less on a disk that is nearly full
             if hasattr(os, "preadv" if reads else "pwrite"):
                 done = os.preadv(file.fileno(), [rest], at) if reads else os.pwrite(file.fileno(), rest, at)
@@ -139,7 +135,9 @@ class Disk:
     def _full(self, what: str, wanted: int) -> str:
         with self._lock:
             self._row.join()
-            self._file.truncate(self._row.starts[math.inf])  # what was written of it before the disk was full
+            self._file.truncate(
+                int(self._row.starts[math.inf])
+            )  # what was written of it before the disk was full
         free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
         advice = "make room, or give a folder on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
         return f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; {advice}"
@@ -159,27 +157,28 @@ class PinnedMemory:
     chunks are pinned once, cut to exact sizes and used again in the next step.
 
     Args:
-        in_flight: bytes on their way that may still hold GPU memory, the last ones until the store is used again, and
-            at least one tensor; above, computing waits for the copy. 0: for each.
+        in_flight: bytes that may still hold GPU memory while they are copied, and at least one tensor; above,
+            computing waits for the copy. 0: computing waits for each.
         chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
 
     Raises:
-        TypeError: `in_flight` or `chunk` is not a whole number; by `write`, the tensor is not on a GPU.
+        TypeError: `in_flight` or `chunk` is not a whole number; from `write`, the tensor is not on a GPU.
         ValueError: `in_flight` or `chunk` is negative.
 
-    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from. On each GPU
-    forward and backward should run on one stream: a model that computes on side streams of its own is not ordered.
-
+    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from.
+    Limits: docs/limits.md#stores (a model that computes on side streams).
     Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
     """
+
+    copies = True
 
     def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB):
         self.in_flight = refuse.count("PinnedMemory", "in_flight", in_flight)
         self.chunk = refuse.count("PinnedMemory", "chunk", chunk)
-        # Of each device its own: what one frees, another might fill while the first one's copy still reads it.
+        self.cuda: Any = Cuda()
+        # Each device has its own: what one frees, another might fill while the copy of the first still reads it.
         self._chunks: list[tuple[torch.device, Row, Tensor]] = []
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event, source): the copy still reads the source
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.RLock()
 
     @property
@@ -197,8 +196,8 @@ class PinnedMemory:
         flat = tensor.detach().contiguous().view(-1)
         with self._lock:
             slot = self._room(flat)
-            self._leaving.append((self._copy(slot.host, flat, flat.device), flat))
-            self._let_go()
+            self._leaving.append((self.cuda.copy(slot.host, flat, flat.device), flat))
+            self._free_sources()
         return slot
 
     def prefetch(self, slot: "PinnedSlot") -> None:
@@ -207,59 +206,76 @@ class PinnedMemory:
             if slot.incoming is None:
                 # Allocated on the stream that computes, so that freeing it later needs no further care.
                 target = torch.empty_like(slot.host, device=slot.device, pin_memory=False)
-                slot.incoming = target, self._copy(target, slot.host, slot.device)
+                slot.incoming = target, self.cuda.copy(target, slot.host, slot.device)
 
     def read(self, slot: "PinnedSlot") -> Tensor:
         """The content, 1-D, on its GPU; the current stream, not this thread, waits until it is there."""
         with self._lock:
             self.prefetch(slot)
+            assert slot.incoming is not None
             (target, event), slot.incoming = slot.incoming, None
-            self._wait(event, slot.device)
-            self._let_go()  # in backward nothing is written
+            self.cuda.wait(event, slot.device)
+            self._free_sources()  # in backward nothing is written
         return target
 
     def _room(self, flat: Tensor) -> "PinnedSlot":
         for device, row, memory in self._chunks:
             if device == flat.device and (start := row.take(flat.nbytes)) is not None:
-                return PinnedSlot(self, row, start, flat, memory)
+                return PinnedSlot(self.cuda, row, start, flat, memory)
         size = min(self.chunk, max(self.pinned_bytes, MIN_CHUNK))  # doubling: a small task pins little
-        memory = self._pinned(max(size, aligned(flat.nbytes)))
+        memory = self.cuda.pinned(max(size, aligned(flat.nbytes)))
         self._chunks.append((flat.device, Row(memory.nbytes), memory))
         return self._room(flat)
 
-    def _let_go(self) -> None:
-        """Forget the sources that are copied; above the bound, computing waits for the oldest."""
+    def _free_sources(self) -> None:
+        """Free the sources that are copied; above the bound, computing waits for the oldest."""
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
         one = self.in_flight > 0  # however large: it leaves while the next is computed
         while len(self._leaving) > one and sum(source.nbytes for _, source in self._leaving) > self.in_flight:
             event, source = self._leaving.popleft()
-            self._wait(event, source.device)
+            self.cuda.wait(event, source.device)
 
-    # ---- the few things of `torch.cuda` that moving needs; a test puts a slow, forgetful device in their place ----
 
-    def _pinned(self, nbytes: int) -> Tensor:
+class Cuda:
+    """The few things of `torch.cuda` that moving needs. A test puts a slow, forgetful device in its place."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def pinned(self, nbytes: int) -> Tensor:
         """Memory of the host that the GPU can reach by itself."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
-        """Begin a copy, after everything the current stream was given so far; the result is an event.
-
-        One copy stream for both directions: what is read back waits for its own writing by itself.
-        """
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+    def copy(self, target: Tensor, source: Tensor, device: torch.device) -> Any:
+        """Begin a copy, after everything the current stream was given so far; the result is an event."""
+        # One stream serves both directions: what is read back waits for its own writing by itself.
+        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
-    def _wait(self, event: Any, device: torch.device) -> None:
+    def wait(self, event: Any, device: torch.device) -> None:
         """Let the current stream, not this thread, wait."""
         torch.cuda.current_stream(device).wait_event(event)
 
-    def _abandon(self, target: Tensor) -> None:
+    def abandon(self, target: Tensor) -> None:
         """Nobody will read this: its memory must not be used again before the copy into it has ended."""
-        target.record_stream(self._streams[target.device])
+        target.record_stream(self.streams[target.device])
+
+
+class Slot:
+    """A stretch of bytes in a row. When nobody holds it any more, the stretch is free."""
+
+    def __init__(self, row: "Row", start: int, tensor: Tensor):
+        self.row, self.start = row, start
+        self.nbytes, self.dtype = tensor.nbytes, tensor.dtype
+
+    @eager
+    def __del__(self) -> None:
+        # The collector may run in any thread, also where the lock is held: this notes it without waiting.
+        self.row.freed.append((self.start, self.start + aligned(self.nbytes)))
 
 
 class PinnedSlot(Slot):
@@ -267,13 +283,53 @@ class PinnedSlot(Slot):
 
     incoming: tuple[Tensor, Any] | None = None
 
-    def __init__(self, store: PinnedMemory, row: Row, start: int, flat: Tensor, memory: Tensor):
+    def __init__(self, cuda: Any, row: "Row", start: int, flat: Tensor, memory: Tensor):
         super().__init__(row, start, flat)
-        self.store, self.device = store, flat.device
+        self.cuda, self.device = cuda, flat.device
         self.host = memory[start : start + flat.nbytes].view(flat.dtype)
 
     @eager
     def __del__(self) -> None:
         if self.incoming is not None:
-            self.store._abandon(self.incoming[0])
+            self.cuda.abandon(self.incoming[0])
         super().__del__()
+
+
+class Row:
+    """Which bytes of a file, or of a chunk of memory, are free. The smallest gap that fits is used; neighbours join."""
+
+    def __init__(self, length: float = math.inf):
+        self.ends: dict[float, float] = {}  # of the gaps: where each ends, by where it begins
+        self.starts: dict[float, float] = {}  # the other way round
+        self.sizes: list[tuple[float, float]] = []  # sorted, each with where it begins
+        self.freed: deque[tuple[float, float]] = deque([(0, length)])  # not yet among the gaps
+
+    def take(self, nbytes: int) -> int | None:
+        """Where `nbytes` may begin, or None if the row is full."""
+        self.join()
+        size = aligned(nbytes)
+        place = bisect_left(self.sizes, (size, 0))
+        if place == len(self.sizes):
+            return None
+        room, start = self.sizes.pop(place)
+        del self.starts[self.ends.pop(start)]
+        if size < room:
+            self.freed.append((start + size, start + room))
+            self.join()
+        return int(start)
+
+    def join(self) -> None:
+        """Make gaps of what is free again, each with the gaps beside it."""
+        while self.freed:
+            start, end = self.freed.popleft()
+            first, last = self.starts.pop(start, start), self.ends.pop(end, end)
+            for left, right in (first, start), (end, last):
+                if left < right:  # was a gap
+                    del self.sizes[bisect_left(self.sizes, (right - left, left))]
+            self.ends[first], self.starts[last] = last, first
+            insort(self.sizes, (last - first, first))
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a slot of `nbytes` takes up: whole multiples of `ALIGNMENT`, at least one."""
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT

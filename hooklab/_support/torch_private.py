@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils import _python_dispatch
 
 __all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_compiled", "is_fake"]
 __all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "uncompiled", "without_modes"]
@@ -97,11 +96,11 @@ def without_modes() -> AbstractContextManager:
     The mode of a selective checkpoint would give results of hooks to the model when it recomputes.
     """
     modes_open = getattr(torch._C, "_len_torch_dispatch_stack", None)
-    switched_off = getattr(_python_dispatch, "_disable_current_modes", None)
+    switched_off = getattr(getattr(torch.utils, "_python_dispatch", None), "_disable_current_modes", None)
     return switched_off() if switched_off and modes_open and modes_open() else nullcontext()
 
 
 def is_fake(tensor: Tensor) -> bool:
     """True for a tensor of `torch.export` or `FakeTensorMode`, which has a shape and no values."""
-    fake = getattr(torch._subclasses, "FakeTensor", None)
+    fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", None)
     return fake is not None and isinstance(tensor, fake)

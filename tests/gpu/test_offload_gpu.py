@@ -10,7 +10,7 @@ import gc
 
 import pytest
 import torch
-from test_offload import VIEWS
+from saved_views import VIEWS
 from torch import nn
 
 from hooklab import Offload, checkpoint_segments

@@ -1,4 +1,4 @@
-"""A device for `PinnedMemory` without a GPU: copies happen late, and memory that is let go too early is noticed."""
+"""A device for `PinnedMemory` without a GPU: copies happen late, and memory that is freed too early is noticed."""
 
 import weakref
 from collections import deque
@@ -13,16 +13,18 @@ from hooklab.stores import PinnedMemory
 class SlowDevice:
     """Copies wait in one queue, as on one copy stream, until somebody waits for them or `step` is called.
 
-    It holds no tensor alive: if the source or the target of a copy that has not happened yet is gone, the real
+    It keeps no tensor alive: if the source or the target of a copy that has not happened yet is gone, the real
     device would read or write memory that belongs to somebody else by then. Those are counted in `hazards`.
     """
 
     def __init__(self) -> None:
-        self.pending: deque[tuple[int, weakref.ref, weakref.ref]] = deque()
+        self.pending: deque[tuple[int, Any, Any]] = deque()
         self.given = self.happened = self.copies = self.hazards = 0
         self.waits: list[int] = []
+        self.chunks: list[int] = []  # bytes pinned at a time
 
     def pinned(self, nbytes: int) -> Tensor:
+        self.chunks.append(nbytes)
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor, device: torch.device) -> "Event":
@@ -64,8 +66,7 @@ class SlowMemory(PinnedMemory):
 
     def __init__(self, device: SlowDevice, **options: int) -> None:
         super().__init__(**options)
-        self._pinned, self._copy = device.pinned, device.copy
-        self._wait, self._abandon = device.wait, device.abandon
+        self.cuda = device
 
     def reaches(self, tensor: Tensor) -> bool:
         return True
