@@ -15,7 +15,6 @@ from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import Offload, draw, no_leftovers, saved_tensors, trace
-from hooklab.saved import record
 
 names_nodes = pytest.mark.skipif(
     not hasattr(graph, "node_creation_hook"), reason="this PyTorch does not show Nodes as they are created"
@@ -100,7 +99,7 @@ class Twice(torch.autograd.Function):
 
 
 def test_without_the_hook_of_new_nodes_backward_tells_the_operation(monkeypatch):
-    monkeypatch.setattr("hooklab._saved_tensors.NODE_CREATION_HOOK", None)
+    monkeypatch.delattr(graph, "node_creation_hook", raising=False)
     x = leaf(3)
     with saved_tensors() as saved:
         y = x.exp().sin()
@@ -120,7 +119,7 @@ def test_without_it_an_operation_keeps_its_name_when_another_one_reads_what_it_s
             read.append(y.grad_fn._saved_result if read else None)
             return grad
 
-    monkeypatch.setattr("hooklab._saved_tensors.NODE_CREATION_HOOK", None)
+    monkeypatch.delattr(graph, "node_creation_hook", raising=False)
     with saved_tensors() as saved:
         y = leaf(3).exp()
     z, read = Reads.apply(y), []
@@ -314,9 +313,8 @@ def test_no_hook_stays_also_after_an_error():
 def test_who_keeps_the_hook_on_nodes_does_not_keep_the_model(monkeypatch):
     """As DistributedDataParallel does in a backward inside the block."""
     kept = []
-    monkeypatch.setattr(
-        record, "NODE_CREATION_HOOK", lambda hook: kept.append(hook) or contextlib.nullcontext()
-    )
+    seen = lambda hook: kept.append(hook) or contextlib.nullcontext()
+    monkeypatch.setattr(graph, "node_creation_hook", seen, raising=False)
     model = nn.Linear(2, 2)
     gone = weakref.ref(model)
     with saved_tensors(model) as saved:
@@ -704,9 +702,7 @@ def test_a_result_in_an_attribute_of_the_model_keeps_neither_alive():
 
 
 def test_the_records_do_not_keep_the_hooks_around_the_block(monkeypatch):
-    monkeypatch.setattr(
-        "hooklab._saved_tensors.NODE_CREATION_HOOK", None
-    )  # nothing that was saved gets a name
+    monkeypatch.delattr(graph, "node_creation_hook", raising=False)  # nothing that was saved gets a name
     around = nn.Linear(3, 3)
 
     def pack(tensor, around=around):
