@@ -46,18 +46,15 @@ class ModuleStack:
 
 @eager
 def _begin(stack: ModuleStack, name: str, *call: Any) -> None:
-    if get_ident() != stack._thread:
-        return
-    if not name and stack._running and stack._running[-1][0]:
-        stack._close(0)  # an interruption from the keyboard, which calls no hook, has left these
-    context = stack._around()
-    context.__enter__()
-    stack._running.append((name, context))
+    if get_ident() == stack._thread:
+        context = stack._around()
+        context.__enter__()
+        stack._running.append((name, context))
 
 
 @eager
 def _end(stack: ModuleStack, name: str, *call: Any) -> None:
     names = [running for running, _ in stack._running]
     if get_ident() == stack._thread and name in names:
-        # What began inside the call and has not ended was interrupted.
+        # Calls inside it that have not ended were interrupted from the keyboard, which calls no hook.
         stack._close(len(names) - 1 - names[::-1].index(name))
