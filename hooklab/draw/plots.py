@@ -148,22 +148,26 @@ def activations(stats: dict[str, Statistics]) -> str:
             lines, columns, squeeze=False, sharey=len({layer.range for layer in stats.values()}) == 1
         )
         for axes, name in zip(grid.flat, names, strict=False):
-            layer = stats[name]
-            low, high = layer.range
-            shade = layer.history.double()[None]
-            size = [min(number, most) for number, most in zip(shade.shape[1:], MAX_CELLS, strict=True)]
-            shade = F.adaptive_avg_pool2d(shade, size)[0].sqrt().T.tolist()  # no call and no bin is left out
-            axes.imshow(
-                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
-                extent=(0.5, layer.calls + 0.5, low, high),
-            )  # fmt: skip
-            axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
-            axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
+            _heat_map(axes, name, stats[name])
         for axes in list(grid.flat)[len(names) :]:
             axes.set_visible(False)
         figure.supxlabel("call", fontsize=8)
         figure.supylabel("value", fontsize=8)
     return out[0]
+
+
+def _heat_map(axes: Any, name: str, layer: Any) -> None:
+    low, high = layer.range
+    history = layer.history.double()[None]
+    size = [min(number, most) for number, most in zip(history.shape[1:], MAX_CELLS, strict=True)]
+    # The average of neighbours leaves out no call and no bin.
+    shade = F.adaptive_avg_pool2d(history, (size[0], size[1]))[0].sqrt().T.tolist()
+    axes.imshow(
+        shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
+        extent=(0.5, layer.calls + 0.5, low, high),
+    )  # fmt: skip
+    axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
 
 
 def shown_maps(tensor: Tensor) -> Tensor:
