@@ -61,8 +61,7 @@ def graph(
             blue on a line without an arrow. They are freed once `backward()` has run.
 
     Returns:
-        A `Picture`. `.facts` has one line per arrow, `x (3) -> AccumulateGrad`, leaves first; a
-        second Node of the same name is `#2`; shapes stand in parentheses.
+        A `Picture`. `.facts` has one line per arrow, leaves first; a second Node of the same name is `#2`.
 
     Raises:
         TypeError: `t` is not a tensor, or `params` does not name tensors.
