@@ -244,6 +244,7 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
         NotImplementedError: on entry, inside `torch.export`; `torch.compile(fullgraph=True)` gives its own error.
 
     Example:
+        >>> import torch
         >>> a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
         >>> with saved_tensors() as saved:
         ...     y = a * b
