@@ -1,6 +1,5 @@
 """Pictures of what the other modules return. Each picture also states its facts as text."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import Tensor
 from hooklab.draw import plots, timelines
 from hooklab.draw.graphs import checked, dot_source, edges, leaves_first
 from hooklab.draw.graphviz import NotDrawn, svg_from_dot
-from hooklab.layers.streaming import Statistics, short
+from hooklab.layers.streaming import Statistics
 from hooklab.saved.record import SavedTensors
 from hooklab.tracing import Trace
 
@@ -51,21 +50,18 @@ def graph(
 ) -> Picture:
     """The autograd graph that leads to `t`: leaves in blue, Nodes in grey, `t` itself in green.
 
-    Drawn with graphviz's `dot` where it is installed, else with the libraries inside the pygraphviz
-    wheel. Where neither works, or above 5,000 Nodes, the facts are shown with the reason.
+    Graphviz's `dot` draws it where it is installed, else the libraries inside the pygraphviz wheel. Where
+    neither works, or above 5,000 Nodes, the facts are shown with the reason.
 
     Args:
         t: the result of a computation, any shape; not a leaf.
         params: names for leaves and for `t` itself, for example `{"w": w}` or `model.named_parameters()` (not
             `state_dict()`, whose tensors are others).
         saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
-            blue on a line without an arrow. Gone once `backward()` has run; the rest can still be drawn then. Reading
-            them unpacks them: a part under `torch.utils.checkpoint(use_reentrant=False)` is computed again, several
-            times, and running statistics move with it.
+            blue on a line without an arrow. They are freed once `backward()` has run.
 
     Returns:
-        A `Picture`. `.facts` has one line per arrow, `x (3) -> AccumulateGrad`, leaves first; a
-        second Node of the same name is `#2`; shapes stand in parentheses.
+        A `Picture`. `.facts` has one line per arrow, leaves first; a second Node of the same name is `#2`.
 
     Raises:
         TypeError: `t` is not a tensor, or `params` does not name tensors.
@@ -81,8 +77,8 @@ def graph(
         MulBackward0 -> SumBackward0
         SumBackward0 -> result ()
 
-    Source: the picture is [torchviz](https://github.com/szagoruyko/pytorchviz)'s `make_dot`, with
-    stable ids and labels.
+    Limits: docs/limits.md#draw (a checkpoint recomputes what `saved=True` reads).
+    Source: [torchviz](https://github.com/szagoruyko/pytorchviz)'s `make_dot`, with stable ids and labels.
     """
     names = checked(t, params)
     nodes = list(leaves_first(t.grad_fn))
@@ -163,17 +159,8 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
             "gradient_flow: found statistics of outputs; collect them with layer_statistics(model, ..., of='grad_output')"
         )
     # Also those that no gradient has reached.
-    counted = {name or repr(name): figures for name, figures in getattr(stats, "asked", counted).items()}
-    width = max(5, *map(len, counted))
-    lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
-    for name, figures in counted.items():
-        if not figures.count:
-            lines.append(f"{name:{width}}  {'-':>7}  {'-':>7}  no gradient")
-            continue
-        largest = max(abs(figures.min), abs(figures.max))
-        bad = f"  {figures.nans} NaN, {figures.infs} inf" if figures.nans or figures.infs else ""
-        lines.append(f"{name:{width}}  {plots.rms(figures):7.1e}  {largest:7.1e}{bad}")
-    return _drawn("\n".join(lines), plots.gradient_flow, counted)
+    counted = {name or repr(name): layer for name, layer in getattr(stats, "asked", counted).items()}
+    return _drawn(plots.gradient_flow_facts(counted), plots.gradient_flow, counted)
 
 
 def activations(stats: Mapping[str, Statistics]) -> Picture:
@@ -199,31 +186,11 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
         layer  calls      mean       std   zeros   below   above
     """
     counted = _counted("activations", stats)
-    if any(figures.histogram is None for figures in counted.values()):
+    if any(layer.histogram is None for layer in counted.values()):
         raise ValueError(
             "activations: these statistics have no histogram; collect them with layer_statistics(model, ..., bins=40)"
         )
-    width = max(5, *map(len, counted))
-    lines = [
-        f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"
-    ]
-    for name, figures in counted.items():
-        outside = figures.below, figures.above
-        shares = (
-            figures.zeros,
-            *(number / figures.count if figures.count else math.nan for number in outside),
-        )
-        cells = [
-            f"{short(figures.mean):>8}",
-            f"{short(figures.std):>8}",
-            *(f"{'-' if math.isnan(share) else f'{share:.1%}':>6}" for share in shares),
-        ]
-        lines.append(f"{name:{width}}  {figures.calls:5}  " + "  ".join(cells))
-    if len(counted) > plots.MAX_HEAT_MAPS:
-        lines.append(
-            f"drawn: the first {plots.MAX_HEAT_MAPS} of {len(counted)} layers; choose fewer for the others"
-        )
-    return _drawn("\n".join(lines), plots.activations, counted)
+    return _drawn(plots.activations_facts(counted), plots.activations, counted)
 
 
 def feature_maps(tensor: Tensor) -> Picture:
@@ -239,7 +206,7 @@ def feature_maps(tensor: Tensor) -> Picture:
 
     Raises:
         TypeError: `tensor` is not a tensor.
-        ValueError: it has no height and width, or no entries; or it is nested, or on the meta device.
+        ValueError: it has no height and width, or no entries; or it is nested, quantized, or on the meta device.
 
     Example:
         >>> import torch
@@ -248,8 +215,12 @@ def feature_maps(tensor: Tensor) -> Picture:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"feature_maps: expected one tensor, found {type(tensor).__name__}")
-    if tensor.is_meta or tensor.is_nested:
-        kind = "on the meta device" if tensor.is_meta else "nested"
+    kinds = {
+        "on the meta device": tensor.is_meta,
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+    }
+    if kind := next((kind for kind, found in kinds.items() if found), ""):
         raise ValueError(
             f"feature_maps: found a tensor without maps to show, it is {kind}; give an ordinary one"
         )
@@ -258,25 +229,16 @@ def feature_maps(tensor: Tensor) -> Picture:
             f"feature_maps: expected (channels, height, width) or a batch of it, found shape {tuple(tensor.shape)}; "
             "choose a layer whose output is an image"
         )
-    maps, channels = plots.shown_maps(tensor), tensor.shape[-3] if tensor.dim() > 2 else 1
-    flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
-    finite = maps[maps.isfinite()]
-    spread = "no finite value"
-    if finite.numel():
-        spread = f"values from {short(finite.min().item())} to {short(finite.max().item())}"
-    bad = f"; NaN or infinite: {maps.numel() - finite.numel()}" if finite.numel() < maps.numel() else ""
-    facts = (
-        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; "
-        f"the same everywhere: {flat}"
-    )
+    maps = plots.shown_maps(tensor)
+    facts = plots.feature_maps_facts(maps, tensor.shape[-3] if tensor.dim() > 2 else 1)
     return _drawn(facts, plots.feature_maps, maps)
 
 
 def memory(saved: SavedTensors) -> Picture:
-    """What autograd holds: it grows while the forward saves tensors, and shrinks while backward lets them go.
+    """What autograd holds for backward: it grows while the forward saves tensors, and shrinks while backward frees them.
 
-    One step to the right for each tensor saved or let go; each memory is counted once, parameters and buffers
-    are not. The bands are the parts of the model, those inside where one is nearly all of it.
+    Each tensor that is saved or let go is one step to the right, and so is each that a checkpoint recomputes. Each
+    memory is counted once, parameters and buffers are not. The bands are the parts of the model.
 
     Args:
         saved: what `hooklab.saved_tensors` returned, best after backward.
@@ -307,10 +269,13 @@ def memory(saved: SavedTensors) -> Picture:
             "memory: nothing has been saved yet; run a forward inside the block of saved_tensors"
         )
     events = Counter(event for _, event in saved.events)
+    kinds = ("saved", "recomputed", "let go") if events["recomputed"] else ("saved", "let go")
     facts = (
-        f"saved: {events['saved']:,}, let go: {events['let go']:,}\n"
+        f"{', '.join(f'{kind}: {events[kind]:,}' for kind in kinds)}\n"
         f"held at most: {max(saved.held):,} bytes\nheld at the end: {saved.held[-1]:,} bytes"
     )
+    if saved.misses_recomputation:
+        facts += "\nnot counted: what a checkpoint recomputes outside the model's layers"
     return _drawn_events(facts, plots.memory, saved, len(saved.held), "record fewer steps")
 
 
@@ -329,14 +294,12 @@ def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:
 
 
 def _counted(function: str, stats: object) -> dict[str, Statistics]:
-    if not isinstance(stats, Mapping) or not all(
-        isinstance(figures, Statistics) for figures in stats.values()
-    ):
+    if not isinstance(stats, Mapping) or not all(isinstance(layer, Statistics) for layer in stats.values()):
         raise TypeError(
             f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}"
         )
-    counted = {name or repr(name): figures for name, figures in stats.items()}  # '' is the model itself
-    if not any(figures.count for figures in counted.values()):
+    counted = {name or repr(name): layer for name, layer in stats.items()}  # '' is the model itself
+    if not any(layer.count for layer in counted.values()):
         raise ValueError(
             f"{function}: nothing has been counted yet; run the model inside the block of the statistics"
         )

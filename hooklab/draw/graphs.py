@@ -21,38 +21,15 @@ __all__ = ["checked", "dot_source", "edges", "leaves_first"]
 
 def checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
     """The names of `params`; TypeError or ValueError where `t` has no graph, or `params` does not name tensors in it."""
-    if isinstance(t, list | tuple):
-        raise TypeError(
-            f"graph: expected one tensor, found a {type(t).__name__} of {len(t)}; draw one of them, or their sum"
-        )
-    if not isinstance(t, Tensor):
-        inside = next(tensors_in(t), None) is not None
-        cure = (
-            "draw one of the tensors in it, the loss perhaps"
-            if inside
-            else "draw what the computation returns"
-        )
-        raise TypeError(f"graph: expected a tensor, found {type(t).__name__}; {cure}")
-    if t.grad_fn is None:
-        found = (
-            "a leaf: it was made, not computed" if t.requires_grad else "a tensor with requires_grad=False"
-        )
-        raise ValueError(
-            f"graph: found {found}, so grad_fn is None and no graph leads to it; draw a result such as the "
-            "loss, computed from tensors with requires_grad=True and outside torch.no_grad()"
-        )
+    _refuse_without_graph(t)
+    wanted = 'graph: params should name tensors, as {"w": w} or model.named_parameters(); found'
     try:
         names = {} if params is None else dict(params)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f'graph: params should name tensors, as {{"w": w}} or model.named_parameters(); found {type(params).__name__}'
-        ) from None
+        raise TypeError(f"{wanted} {type(params).__name__}") from None
     for name, tensor in names.items():
         if not isinstance(name, str):
-            raise TypeError(
-                f'graph: params should name tensors, as {{"w": w}} or model.named_parameters(); found a name of type '
-                f"{type(name).__name__}"
-            )
+            raise TypeError(f"{wanted} a name of type {type(name).__name__}")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"graph: params[{name!r}] should be a tensor, found {type(tensor).__name__}")
         if tensor.grad_fn is not None and tensor is not t:
@@ -63,7 +40,24 @@ def checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
     return names
 
 
-def leaves_first(root: Node) -> Iterator[Node]:
+def _refuse_without_graph(t: object) -> None:
+    if isinstance(t, list | tuple):
+        found = f"a {type(t).__name__} of {len(t)}"
+        raise TypeError(f"graph: expected one tensor, found {found}; draw one of them, or their sum")
+    if not isinstance(t, Tensor):
+        cure = "draw what the computation returns"
+        if next(tensors_in(t), None) is not None:
+            cure = "draw one of the tensors in it, the loss perhaps"
+        raise TypeError(f"graph: expected a tensor, found {type(t).__name__}; {cure}")
+    if t.grad_fn is None:
+        leaf, other = "a leaf: it was made, not computed", "a tensor with requires_grad=False"
+        raise ValueError(
+            f"graph: found {leaf if t.requires_grad else other}, so grad_fn is None and no graph leads to it; draw a "
+            "result such as the loss, computed from tensors with requires_grad=True and outside torch.no_grad()"
+        )
+
+
+def leaves_first(root: Any) -> Iterator[Node]:
     """Every Node that leads to `root`, once, each after the Nodes it gets its inputs from."""
     seen, stack = {root}, [(root, iter(root.next_functions))]
     while stack:  # no recursion: a graph may be deeper than Python's stack
@@ -78,9 +72,10 @@ def leaves_first(root: Node) -> Iterator[Node]:
             yield node
 
 
-def edges(t: Tensor, nodes: list[Node], names: dict[int, str], saved: bool) -> Iterator[str]:
+def edges(t: Tensor, nodes: list[Any], names: dict[int, str], saved: bool) -> Iterator[str]:
     """A line of text for every edge from the leaves to `t`; with `saved` also for every tensor that a Node has saved."""
-    label, used = {}, Counter()
+    label: dict[Node, str] = {}
+    used = Counter[str]()
     for node in nodes:
         kind = node_name(node)
         used[kind] += 1
@@ -95,14 +90,14 @@ def edges(t: Tensor, nodes: list[Node], names: dict[int, str], saved: bool) -> I
     yield f"{label[nodes[-1]]} -> {names.get(id(t), 'result')} {_shape(t)}"
 
 
-def _saved_by(node: Node) -> Iterator[str]:
+def _saved_by(node: Any) -> Iterator[str]:
     fields = [name for name in dir(node) if name.startswith("_saved_")]
     if hasattr(type(node), "saved_tensors"):  # a torch.autograd.Function written in Python
         fields.append("saved_tensors")
     for field in fields:
         try:
             value = getattr(node, field)
-        except Exception as error:  # a hook of the user's has to unpack it
+        except Exception as error:  # a hook of the user's unpacks it
             state = f"cannot be read ({(str(error).splitlines() or [type(error).__name__])[0]})"
             if "modified by an inplace operation" in str(error):
                 state = "edited in place since, backward() will raise"
@@ -117,48 +112,53 @@ def _saved_by(node: Node) -> Iterator[str]:
 
 
 def _shape(tensor: Tensor) -> str:
-    return f"({', '.join(map(str, first_shape(tensor)))})"
+    return f"({', '.join(map(str, first_shape(tensor) or ()))})"
 
 
-def dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[Node]) -> str:
+def dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[Any]) -> str:
     """The graph in the language of Graphviz, by torchviz; nothing in it differs from run to run."""
-    names = {
-        name.replace("\\", "\\\\"): tensor for name, tensor in names.items()
-    }  # in dot it begins an escape
+    # In DOT a backslash begins an escape.
+    names = {name.replace("\\", "\\\\"): tensor for name, tensor in names.items()}
+    dot = _by_torchviz(t, names, saved, len(nodes))
+    if saved:
+        functions = [node for node in nodes if hasattr(type(node), "saved_tensors")]
+        leaves = {id(node.variable) for node in nodes if hasattr(type(node), "variable")}
+        _add_saved(dot, {node: _read(node, "saved_tensors") for node in functions}, names, leaves)
+    ids: dict[str, str] = {}
+    dot.body[:] = [_readable(statement, ids) for statement in _without_base(dot.body, names)]
+    return dot.source
 
-    # After backward() a Node raises when asked for what it saved; torchviz should find nothing there instead.
-    def read(node: Node, name: str) -> object:
-        try:
-            return getattr(node, name)
-        except Exception:
-            return None
 
-    def has(node: Node, name: str) -> bool:
-        return hasattr(type(node), name) and name != "saved_tensors"  # see _add_saved
-
+def _by_torchviz(t: Tensor, names: dict[str, Tensor], saved: bool, depth: int) -> Any:
+    """What `make_dot` returns; it looks at Nodes through `_read` and `_has`, and calls itself once per Node."""
     with LOCK, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torchviz says that distutils is deprecated
         try:
-            import torchviz  # which warns that distutils is deprecated
+            import torchviz
         except ImportError as error:
             raise NotDrawn(f"torchviz: {error}; run `uv sync` or `pip install torchviz setuptools`") from None
+        own = {"getattr": _read, "hasattr": _has, "get_fn_name": lambda node, *_: node_name(node)}
         limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(limit, 1_000 + 4 * len(nodes)))  # make_dot calls itself once per Node
+        sys.setrecursionlimit(max(limit, 1_000 + 4 * depth))
         try:
-            own = {"getattr": read, "hasattr": has, "get_fn_name": lambda node, *_: node_name(node)}
-            with patch.multiple(torchviz.dot, create=True, **own):
-                dot = torchviz.make_dot(t, params=names, show_saved=saved)
+            with patch.dict(vars(torchviz.dot), own):
+                return torchviz.make_dot(t, params=names, show_saved=saved)
         except Exception as error:
             raise NotDrawn(f"torchviz cannot draw this graph: {type(error).__name__}: {error}") from None
         finally:
             sys.setrecursionlimit(limit)
-    if saved:
-        functions = [node for node in nodes if hasattr(type(node), "saved_tensors")]
-        leaves = {id(node.variable) for node in nodes if hasattr(type(node), "variable")}
-        _add_saved(dot, {node: read(node, "saved_tensors") for node in functions}, names, leaves)
-    ids: dict[str, str] = {}
-    dot.body[:] = [_readable(statement, ids) for statement in _without_base(dot.body, names)]
-    return dot.source
+
+
+def _read(node: Any, name: str) -> Any:
+    """After `backward()` a Node raises when asked for what it saved: then there is nothing to draw."""
+    try:
+        return getattr(node, name)
+    except Exception:
+        return None
+
+
+def _has(node: Any, name: str) -> bool:
+    return hasattr(type(node), name) and name != "saved_tensors"  # `_add_saved` draws those
 
 
 def _without_base(body: list[str], names: dict[str, Tensor]) -> list[str]:
@@ -191,7 +191,6 @@ def _readable(statement: str, ids: dict[str, str]) -> str:
 
     head, bracket, attributes = statement.partition(" [")
     kind = "result" if "darkolivegreen" in attributes else "leaf"
-    attributes = re.sub(
-        r'label="\n ?', f'label="{kind} ', attributes
-    )  # pygraphviz crashes on an empty first line
+    # pygraphviz crashes on a label whose first line is empty.
+    attributes = re.sub(r'label="\n ?', f'label="{kind} ', attributes)
     return re.sub(r"\d+", small, head) + bracket + re.sub(r"\n ?(?=\()", " ", attributes)

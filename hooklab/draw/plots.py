@@ -12,10 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hooklab.draw.svg import drawing, shortened
-from hooklab.layers.streaming import Statistics, plain
+from hooklab.layers.streaming import Statistics, short
 from hooklab.saved.record import SavedTensors
 
-__all__ = ["activations", "feature_maps", "gradient_flow", "memory", "rms", "shown_maps"]
+__all__ = [
+    "activations",
+    "activations_facts",
+    "feature_maps",
+    "feature_maps_facts",
+    "gradient_flow",
+    "gradient_flow_facts",
+    "memory",
+    "shown_maps",
+]
 
 BLUE, ORANGE, RED = "#3b6fb6", "#c2590a", "#b3261e"
 MAX_LABELS = 60  # layer names that can be read under each other
@@ -28,20 +37,34 @@ MAX_CELLS = 200, 110  # of a heat map, to the right and up: a page shows no more
 MAX_PIXELS = 800, 540  # of a mosaic
 
 
-def rms(figures: Statistics) -> float:
+def _rms(layer: Statistics) -> float:
     """The root of the mean square: the usual size of an entry."""
-    if math.isnan(figures.mean) or figures.count < 1:
+    if math.isnan(layer.mean) or layer.count < 1:
         return math.nan
-    finite = figures.count - figures.nans - figures.infs
-    spread = figures.std * math.sqrt((finite - 1) / finite) if finite > 1 else 0.0
-    return math.hypot(figures.mean, spread)
+    finite = layer.count - layer.nans - layer.infs
+    spread = layer.std * math.sqrt((finite - 1) / finite) if finite > 1 else 0.0
+    return math.hypot(layer.mean, spread)
+
+
+def gradient_flow_facts(stats: dict[str, Statistics]) -> str:
+    """A line for each layer: name, root mean square, largest absolute entry."""
+    width = max(5, *map(len, stats))
+    lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
+    for name, layer in stats.items():
+        if not layer.count:
+            lines.append(f"{name:{width}}  {'-':>7}  {'-':>7}  no gradient")
+            continue
+        largest = max(abs(layer.min), abs(layer.max))
+        bad = f"  {layer.nans} NaN, {layer.infs} inf" if layer.nans or layer.infs else ""
+        lines.append(f"{name:{width}}  {_rms(layer):7.1e}  {largest:7.1e}{bad}")
+    return "\n".join(lines)
 
 
 def gradient_flow(stats: dict[str, Statistics]) -> str:
     """A row for each layer, the first on top: a dot for the root mean square, a mark for the largest entry."""
     names = list(stats)
-    sizes = [rms(figures) for figures in stats.values()]
-    largest = [max(abs(figures.min), abs(figures.max)) for figures in stats.values()]
+    sizes = [_rms(layer) for layer in stats.values()]
+    largest = [max(abs(layer.min), abs(layer.max)) for layer in stats.values()]
     above_zero = [size for size in sizes if size > 0 and math.isfinite(size)]
     floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
     from matplotlib.ticker import LogFormatter
@@ -74,12 +97,12 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
     return out[0]
 
 
-def _remark(figures: Statistics) -> str:
-    if not figures.count:
+def _remark(layer: Statistics) -> str:
+    if not layer.count:
         return "no gradient"
-    if figures.nans + figures.infs:
+    if layer.nans + layer.infs:
         return "NaN or inf"
-    return "all 0" if figures.min == figures.max == 0 else ""
+    return "all 0" if layer.min == layer.max == 0 else ""
 
 
 def _runs(remarks: list[str], longest: int) -> Iterator[tuple[int, int, str]]:
@@ -92,6 +115,29 @@ def _runs(remarks: list[str], longest: int) -> Iterator[tuple[int, int, str]]:
             first = row + 1
 
 
+def activations_facts(stats: dict[str, Statistics]) -> str:
+    """A line for each layer: name, calls, mean, std, and the shares that are zero, below and above the range."""
+    width = max(5, *map(len, stats))
+    lines = [
+        f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"
+    ]
+    for name, layer in stats.items():
+        outside = layer.below, layer.above
+        shares = (
+            layer.zeros,
+            *(number / layer.count if layer.count else math.nan for number in outside),
+        )
+        cells = [
+            f"{short(layer.mean):>8}",
+            f"{short(layer.std):>8}",
+            *(f"{'-' if math.isnan(share) else f'{share:.1%}':>6}" for share in shares),
+        ]
+        lines.append(f"{name:{width}}  {layer.calls:5}  " + "  ".join(cells))
+    if len(stats) > MAX_HEAT_MAPS:
+        lines.append(f"drawn: the first {MAX_HEAT_MAPS} of {len(stats)} layers; choose fewer for the others")
+    return "\n".join(lines)
+
+
 def activations(stats: dict[str, Statistics]) -> str:
     """A heat map for each layer: calls go right, values up; the darker, the more entries (by the square root)."""
     names = list(stats)[:MAX_HEAT_MAPS]
@@ -99,20 +145,10 @@ def activations(stats: dict[str, Statistics]) -> str:
     lines = math.ceil(len(names) / columns)
     with _figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
         grid = figure.subplots(
-            lines, columns, squeeze=False, sharey=len({figures.range for figures in stats.values()}) == 1
+            lines, columns, squeeze=False, sharey=len({layer.range for layer in stats.values()}) == 1
         )
         for axes, name in zip(grid.flat, names, strict=False):
-            figures = stats[name]
-            low, high = figures.range
-            shade = figures.history.double()[None]
-            size = [min(number, most) for number, most in zip(shade.shape[1:], MAX_CELLS, strict=True)]
-            shade = F.adaptive_avg_pool2d(shade, size)[0].sqrt().T.tolist()  # no call and no bin is left out
-            axes.imshow(
-                shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
-                extent=(0.5, figures.calls + 0.5, low, high),
-            )  # fmt: skip
-            axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
-            axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
+            _heat_map(axes, name, stats[name])
         for axes in list(grid.flat)[len(names) :]:
             axes.set_visible(False)
         figure.supxlabel("call", fontsize=8)
@@ -120,13 +156,43 @@ def activations(stats: dict[str, Statistics]) -> str:
     return out[0]
 
 
+def _heat_map(axes: Any, name: str, layer: Any) -> None:
+    low, high = layer.range
+    history = layer.history.double()[None]
+    size = [min(number, most) for number, most in zip(history.shape[1:], MAX_CELLS, strict=True)]
+    # The average of neighbours leaves out no call and no bin.
+    shade = F.adaptive_avg_pool2d(history, (size[0], size[1]))[0].sqrt().T.tolist()
+    axes.imshow(
+        shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
+        extent=(0.5, layer.calls + 0.5, low, high),
+    )  # fmt: skip
+    axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5, min_n_ticks=1)
+
+
 def shown_maps(tensor: Tensor) -> Tensor:
     """The maps that are drawn: (maps, height, width), the first 64 of the first image."""
-    tensor = plain(tensor.detach())
+    tensor = tensor.detach()
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    tensor = tensor.abs() if tensor.is_complex() else tensor
     while tensor.dim() > 3:
         tensor = tensor[0]
     tensor = tensor[None] if tensor.dim() == 2 else tensor
     return tensor[:MAPS].to("cpu", torch.float64)
+
+
+def feature_maps_facts(maps: Tensor, channels: int) -> str:
+    """What is shown, the range of values, and how many maps are the same everywhere."""
+    flat = sum(bool((one == one.flatten()[0]).all()) for one in maps)
+    finite = maps[maps.isfinite()]
+    spread = "no finite value"
+    if finite.numel():
+        spread = f"values from {short(finite.min().item())} to {short(finite.max().item())}"
+    bad = f"; NaN or infinite: {maps.numel() - finite.numel()}" if finite.numel() < maps.numel() else ""
+    return (
+        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; "
+        f"the same everywhere: {flat}"
+    )
 
 
 def feature_maps(maps: Tensor) -> str:

@@ -89,7 +89,7 @@ def _placed(events: list[Event]) -> list[Event]:
 
 
 def _folded(events: list[Event]) -> list[Event]:
-    """What a checkpoint computes again in the rows of the first time: it runs without the modules around it."""
+    """What a checkpoint recomputes, in the rows of the forward: it runs without the modules around it."""
     again = {event.inside[-1] for event in events if event.phase == "recompute" and event.inside}
     first = {event.inside[-1]: event.inside for event in events if event.phase == "forward" and event.inside}
     return [

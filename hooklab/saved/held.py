@@ -1,0 +1,130 @@
+"""What a record of saved tensors is made of: one entry a tensor, the memory that it lies in, and how long it is held."""
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+
+from hooklab._support import packing
+from hooklab._support.nodes import node_name
+from hooklab._support.torch_private import eager, saving_node
+
+__all__ = ["Dropped", "Held", "SavedTensor", "Storages", "nbytes", "owned"]
+
+SPARSE = {  # what such a tensor is made of
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """One tensor that an operation has saved for backward.
+
+    Attributes:
+        module: the innermost module whose forward was running; empty outside the model.
+        operation: the Node that saved it, `"MulBackward0"`; empty for what no Node saves, the input of a
+            checkpoint. Before PyTorch 2.15 known once backward has used it.
+        shape, dtype: of the tensor.
+        bytes: of its elements, as a copy would need them.
+        storage: the number of the memory it lies in; equal numbers share memory.
+        storage_bytes: of the whole memory, which a slice keeps alive too.
+        version: how often that memory had been edited in place.
+        owner: the name of the parameter or buffer it belongs to; empty for what the forward has computed.
+    """
+
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    storage: int
+    storage_bytes: int
+    version: int
+    owner: str
+
+
+class Held:
+    """What the graph holds beside a saved tensor: the log learns from it when the tensor comes and goes."""
+
+    def __init__(self, log: list[tuple[SavedTensor, str]], record: SavedTensor):
+        self.log, self.record = log, record
+        log.append((record, "saved"))
+
+    def use(self) -> None:
+        """Backward has read the tensor."""
+        # Since PyTorch 2.15 the Node was seen as it was made.
+        if not hasattr(graph, "node_creation_hook") and (node := saving_node()) is not None:
+            self.record.operation = self.record.operation or node_name(node)
+
+    @eager
+    def __del__(self) -> None:
+        self.log.append((self.record, "let go"))
+
+
+class Dropped(Held):
+    """The same where a checkpoint drops the tensor: it lives from the recomputation until backward has read it."""
+
+    def __init__(self, log: list[tuple[SavedTensor, str]], record: SavedTensor, all_of_them: list[Any]):
+        self.log, self.record, self.lives, self.all_of_them = log, record, False, all_of_them
+        all_of_them.append(weakref.ref(self))
+
+    def use(self) -> None:
+        """The first one that backward reads has the checkpoint recompute all."""
+        for reference in () if self.lives else self.all_of_them:
+            if (other := reference()) is not None and not other.lives:
+                other.lives = True
+                self.log.append((other.record, "recomputed"))
+        self.__del__()
+
+    @eager
+    def __del__(self) -> None:
+        if self.lives:
+            self.lives = False
+            self.log.append((self.record, "let go"))
+
+
+class Storages:
+    """The number and the owner of each memory; equal numbers share memory."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        # Both forget what has died: another storage may lie in its place.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def name_owners(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """From now on these are the parameters and buffers."""
+        self._owners = weakref.WeakKeyDictionary((tensor.untyped_storage(), name) for name, tensor in named)
+
+    def of(self, tensor: Tensor) -> tuple[int, int, int, int, str]:
+        """The tensor's bytes; and number, bytes, version and owner of the memory behind it."""
+        parts, size = SPARSE.get(tensor.layout), nbytes(tensor)
+        try:  # the last part stands for all of them
+            storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
+            whole = size if parts else storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # it has none of its own
+            return size, next(self._numbers), size, tensor._version, ""
+        if (found := self._known.get(storage)) is None:
+            owner = self._owners.get(storage, "parameter" if packing.is_parameter(tensor) else "")
+            # Autograd may run in several threads, and each storage has one number.
+            found = self._known.setdefault(storage, (next(self._numbers), owner))
+        return size, found[0], whole, tensor._version, found[1]
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements; of a sparse tensor, of its indices and values."""
+    parts = [getattr(tensor, part)() for part in SPARSE.get(tensor.layout, ())] or [tensor]
+    return sum(part.numel() * part.itemsize for part in parts)
+
+
+def owned(model: nn.Module | None) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that have memory, by name."""
+    named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+    return [(name, tensor) for name, tensor in named if packing.has_memory(tensor)]
