@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 
 __all__ = ["NO_BACKWARD", "eager", "graph_task", "is_compiled", "outer_hooks", "recomputing", "saving_node"]
-__all__ += ["running_calls", "uncompiled"]
+__all__ += ["running_calls", "selective", "uncompiled"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -35,6 +36,14 @@ def outer_hooks() -> tuple[Callable, Callable] | None:
     """The innermost pair of saved-tensor hooks that is active in this thread; None also where PyTorch cannot say."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top(False) if top is not None else None
+
+
+def selective() -> bool:
+    """True inside a selective checkpoint, which numbers operations and takes those of a hook for the model's own."""
+    modes = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    return any(
+        type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes
+    )
 
 
 def saving_node() -> Any:
