@@ -40,7 +40,7 @@ def outer_hooks() -> tuple[Callable, Callable] | None:
 
 def selective() -> bool:
     """True inside a selective checkpoint, which numbers operations and takes those of a hook for the model's own."""
-    modes = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    modes: list = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
     return any(
         type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes
     )

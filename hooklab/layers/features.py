@@ -21,7 +21,9 @@ from hooklab.layers.select import callable_layers, groups
 
 __all__ = ["Enough", "Features", "features", "with_grad"]
 
+NOTHING = nullcontext()
 SHOWN = 8  # layers in the text of a Features
+EDITED = "edited"  # the version of an output that was edited before it was copied: no tensor has it
 
 
 def features(
@@ -66,9 +68,6 @@ def features(
 class Enough(Exception):
     """Ends a forward. Caught by `Features.run`."""
 
-    def __init__(self) -> None:
-        super().__init__("every wanted output is there")
-
 
 class Features(Installed, Mapping[str, Any]):
     """The outputs of the last forward, by the name of the layer: what `features` returns.
@@ -83,11 +82,9 @@ class Features(Installed, Mapping[str, Any]):
         super().__init__("features")
         self._model: nn.Module | None = model
         self._detaches = keep is Tensor.detach
-        self._keep: Callable[[Tensor], Any] | None = _detached if self._detaches else keep
+        self._keep: Callable[[Tensor], Any] = _detached if self._detaches else keep
         self._first: dict[str, str] = {}  # each name -> the first name of its module
-        self._log: dict[
-            str, list[tuple[Any, Any]]
-        ] = {}  # first name -> what was kept of each call, its versions
+        self._log: dict[str, list[tuple[Any, Any]]] = {}  # first name -> what each call left, its versions
         self._call: FrameType | None = None  # of the forward that is going on, in the thread `_thread`
         self._thread = 0
         self._has_run = self._stopped = False
@@ -102,72 +99,66 @@ class Features(Installed, Mapping[str, Any]):
                 for part in name.split("."):
                     inside.setdefault(around, []).append(names[0])
                     around = around.get_submodule(part)
+        own = self._handles.append
         with self._all_or_none():
             for module, within in inside.items():
-                self._handles.append(
-                    module.register_forward_pre_hook(own_hook(Features._begin, self, within))
-                )
+                own(module.register_forward_pre_hook(own_hook(Features._begin, self, within)))
             for module, names in groups(layers):
-                self._handles.append(module.register_forward_hook(own_hook(Features._note, self, names[0])))
+                own(module.register_forward_hook(own_hook(Features._note, self, names[0])))
             for module in inside:
-                end = own_hook(Features._end, self)
-                self._handles.append(module.register_forward_hook(end, always_call=True))
-
-    # ---- the hooks ----
+                own(module.register_forward_hook(own_hook(Features._end, self), always_call=True))
 
     @eager
     def _begin(self, within: list[str], module: nn.Module, args: tuple) -> None:
         """The outermost call, of the model or of a part, forgets what was kept of the layers inside."""
-        if recomputing(self._task):  # a checkpoint runs the same forward a second time
+        if recomputing(self._task):
             return
         self._refuse_a_second_thread()
         caller = this_frame(1)
-        if not _is_around(self._call, caller):
+        if not self._is_around(caller):
             self._call, self._thread, self._has_run = caller, get_ident(), True
             for name in within:
                 self._log.pop(name, None)
 
     @eager
     def _note(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        """Keep one output."""
+        """Keep one output. What a checkpoint recomputes is not kept, but `keep` draws its random numbers again."""
         again = recomputing(self._task)
         if self._stopped or (again and self._detaches):
             return
         try:
-            kept = self._kept(
-                output
-            )  # also the second time: a `keep` that draws random numbers draws the same ones
-        except Exception as error:
-            if again:
-                return
-            error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
-            raise
+            kept = self._kept(name, output)
+        except Exception:
+            if not again:
+                raise
         if again:
             return
         self._refuse_a_second_thread()
-        if not _is_around(self._call, this_frame(1)):  # the layer is called by itself
+        if self._call is None:  # the layer is called by itself
             self._log.pop(name, None)
         self._log.setdefault(name, []).append((kept, _versions(kept)))
-        self._wanted.discard(name)
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         """The outermost call ends, or an error has ended it."""
         caller = this_frame(1)
-        if self._thread == get_ident() and (caller is self._call or not _is_around(self._call, caller)):
+        if self._thread == get_ident() and (caller is self._call or not self._is_around(caller)):
             self._call = None
 
-    def _kept(self, output: Any) -> Any:
-        """What `keep` makes of an output; a checkpoint around the layer does not see what `keep` saves."""
-        hooks = None if self._detaches else outer_hooks()
-        if hooks is not None and selective():
+    def _kept(self, name: str, output: Any) -> Any:
+        """What `keep` makes of an output. A checkpoint around the layer does not see what `keep` saves for backward."""
+        checkpointed = not self._detaches and outer_hooks() is not None
+        if checkpointed and selective():
             raise RuntimeError(
                 "features: a selective checkpoint (context_fn=) would take what `keep` computes for a part of the "
                 "model; leave out keep= there, or checkpoint without context_fn="
             )
-        assert self._keep is not None
-        with nullcontext() if hooks is None else installed(hold, unhold):
-            return self._keep(output) if isinstance(output, Tensor) else map_tensors(self._keep, output)
+        try:
+            with installed(hold, unhold) if checkpointed else NOTHING:
+                return map_tensors(self._keep, output)
+        except Exception as error:
+            error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
+            raise
 
     def _refuse_a_second_thread(self) -> None:
         if self._call is not None and self._thread != get_ident():
@@ -176,16 +167,17 @@ class Features(Installed, Mapping[str, Any]):
                 "take one Features per thread, each on a copy of the model (copy.deepcopy) of its own"
             )
 
-    # ---- a forward that stops early ----
+    def _is_around(self, frame: FrameType | None) -> bool:
+        """True if `frame` runs inside the call that is going on; unlike a count of calls, also right after Ctrl+C."""
+        while frame is not None and frame is not self._call:
+            frame = frame.f_back
+        return frame is not None
 
     def run(self, *args: Any, **kwargs: Any) -> "Features":
-        """Run the model on these inputs, and stop it as soon as every layer has been called once.
-
-        Returns:
-            This object. What the forward would have returned is not there, and later layers have not run.
+        """Run the model on these inputs, stop it as soon as every layer has been called once, and return this object.
 
         Raises:
-            RuntimeError: the hooks have been removed, a forward in another thread is going on, or the model is sharded.
+            RuntimeError: the hooks have been removed, another thread is in a forward, or the model is sharded.
         """
         if not self._handles or self._model is None:
             raise RuntimeError(
@@ -203,7 +195,7 @@ class Features(Installed, Mapping[str, Any]):
         try:
             # Hooks of this run alone are the last of their layers: whoever else listens there hears the output first.
             for name in tuple(self._wanted):
-                stop = own_hook(Features._stop, self)
+                stop = own_hook(Features._stop, self, name)
                 self._handles.append(root.get_submodule(name).register_forward_hook(stop))
             self._model(*args, **kwargs)
         except Exception:
@@ -218,12 +210,12 @@ class Features(Installed, Mapping[str, Any]):
         return self
 
     @eager
-    def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self._wanted and not recomputing(self._task):
-            self._stopped = True
-            raise Enough
-
-    # ---- what a reader asks for ----
+    def _stop(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if not recomputing(self._task):
+            self._wanted.discard(name)
+            if not self._wanted:
+                self._stopped = True
+                raise Enough("every wanted output is there")
 
     @property
     def calls(self) -> Mapping[str, list[Any]]:
@@ -233,7 +225,7 @@ class Features(Installed, Mapping[str, Any]):
         return self._checked(name, *self._record(name)[-1])
 
     def __contains__(self, name: object) -> bool:
-        return self._first.get(name) in self._log
+        return name in self._first and self._first[name] in self._log
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._first if name in self)
@@ -243,9 +235,9 @@ class Features(Installed, Mapping[str, Any]):
 
     def __repr__(self) -> str:
         counts = [f"{name or repr(name)}: {len(self._log.get(of, ()))}" for name, of in self._first.items()]
-        many = len(counts) > SHOWN
-        of = f"{len(counts)} layers, " if many else ""
-        return f"{type(self).__name__}(outputs of {of}{', '.join(counts[:SHOWN])}{', ...' if many else ''})"
+        if len(counts) > SHOWN:
+            counts = [f"{len(counts)} layers", *counts[:SHOWN], "..."]
+        return f"{type(self).__name__}(outputs of {', '.join(counts)})"
 
     def _record(self, name: str) -> list[tuple[Any, Any]]:
         if name in self:
@@ -274,8 +266,6 @@ class Features(Installed, Mapping[str, Any]):
             f"layer such as ReLU(inplace=True) or by `+=`; keep a copy of its own: {cure}"
         )
 
-    # ---- afterwards ----
-
     def remove(self) -> None:
         super().remove()
         self._model = self._call = None  # they may go; what was kept stays
@@ -285,12 +275,12 @@ class Features(Installed, Mapping[str, Any]):
         log = {
             name: [(kept, _versions(kept) == old) for kept, old in calls] for name, calls in self._log.items()
         }
-        return {**super().__getstate__(), "_log": log, "_model": None, "_keep": None, "_call": None}
+        return {**super().__getstate__(), "_log": log, "_model": None, "_keep": _detached, "_call": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for name, calls in state["_log"].items():
-            self._log[name] = [(kept, _versions(kept) if same else None) for kept, same in calls]
+            self._log[name] = [(kept, _versions(kept) if same else EDITED) for kept, same in calls]
 
 
 class Calls(Mapping[str, list[Any]]):
@@ -320,24 +310,18 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
 
 
-def _versions(kept: Any) -> list[int]:
+def _versions(kept: Any) -> Any:
     """Changes whenever a tensor in `kept`, or one that shares its memory, is edited in place."""
-    return [tensor._version for tensor in tensors_in(kept) if not tensor.is_inference()]
-
-
-def _is_around(call: FrameType | None, frame: FrameType | None) -> bool:
-    """True if `frame` runs inside `call`. Unlike a count of calls, it holds after an interruption from the keyboard."""
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
+    if isinstance(kept, Tensor):
+        return None if kept.is_inference() else kept._version
+    return [_versions(tensor) for tensor in tensors_in(kept)]
 
 
 def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
-    It takes the gradient by a tensor hook on the output, before hooks that are registered there later. `.grad` stays
-    None where no gradient arrives: under `no_grad`, where nothing requires grad (a frozen model), under a reentrant
-    checkpoint, and where the output is a view that the next layer edits in place.
+    A tensor hook on the output takes the gradient. `.grad` stays None where no gradient arrives: under `no_grad`, where
+    nothing requires grad (a frozen model), and where the output is a view that the next layer edits in place.
 
     Args:
         tensor: any shape, dtype and device.
@@ -376,5 +360,6 @@ def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
 
 
 @eager
-def _arrived(kept: Tensor, grad: Tensor) -> None:
-    kept.grad = grad.detach()
+def _arrived(kept: Tensor, grad: Tensor | None) -> None:
+    if grad is not None:  # a Function may have none to give
+        kept.grad = grad.detach()
