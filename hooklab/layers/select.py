@@ -70,7 +70,8 @@ def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
 
 def is_sharded(module: nn.Module) -> bool:
     """True where FSDP gathers parameters before each forward and frees them after it."""
-    return callable(getattr(type(module), "unshard", None))
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:

@@ -124,7 +124,7 @@ def examine_feature(answer):
         more = hooks.left()
     _examine_input(x, BRIGHT)
     _examine_run(passed)
-    if "hooklab.layers.recorders" in tools:
+    if "hooklab.layers.features" in tools:
         refuse(
             "ready_made",
             zh="这是 `features` 挂的钩子。这道题要亲手写：自己的钩子只要几行。",
