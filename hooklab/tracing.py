@@ -18,7 +18,7 @@ from torch.utils.hooks import unserializable_hook
 from hooklab._support import refuse
 from hooklab._support.compiled import refuse_compiling, warn_if_compiled
 from hooklab._support.events import PHASES, Event, Forward, Retained, line, phase_of, with_module_backward
-from hooklab._support.handles import Installed, own_hook
+from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import first_shape, tensors_in
 from hooklab._support.nodes import behind, gradient_node, node_name
 from hooklab._support.packing import hold, installed, outer_hooks, unhold
@@ -137,7 +137,7 @@ class Trace(Tabular, Installed):
     def _hang_on_model(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             label = name or type(module).__name__
-            begin, end = own_hook(self._begin, label, not name), own_hook(self._end, label)
+            begin, end = OwnHook(self._begin, label, not name), OwnHook(self._end, label)
             self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
         for name, param in model.named_parameters():

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hooklab._support.handles import own_hook
+from hooklab._support.handles import OwnHook
 from hooklab._support.torch_private import eager
 
 __all__ = ["ModuleStack"]
@@ -25,7 +25,7 @@ class ModuleStack:
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             # It comes before other pre-hooks: where one of those raises, `_end` finds the call that it looks for.
-            begin, end = own_hook(_begin, self, name), own_hook(_end, self, name)
+            begin, end = OwnHook(_begin, self, name), OwnHook(_end, self, name)
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
             self._handles.append(module.register_forward_hook(end, always_call=True))
 

@@ -13,8 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_compiled", "is_fake"]
-__all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "selective", "uncompiled", "without_modes"]
+__all__ = [
+    "NO_BACKWARD",
+    "cached_parametrizations",
+    "eager",
+    "graph_task",
+    "hook_ids",
+    "is_compiled",
+    "is_fake",
+]
+__all__ += [
+    "outer_hooks",
+    "recomputing",
+    "running_calls",
+    "saving_node",
+    "selective",
+    "uncompiled",
+    "without_modes",
+]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -41,7 +57,9 @@ def outer_hooks() -> tuple[Callable, Callable] | None:
 
 def selective() -> bool:
     """True inside a selective checkpoint, which numbers operations and takes those of a hook for the model's own."""
-    modes: list = getattr(getattr(torch.utils, "_python_dispatch", None), "_get_current_dispatch_mode_stack", list)()
+    modes: list = getattr(
+        getattr(torch.utils, "_python_dispatch", None), "_get_current_dispatch_mode_stack", list
+    )()
     return any(
         type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes
     )
@@ -77,7 +95,7 @@ def eager(function: Callable) -> Callable:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
-    return model._modules["_orig_mod"] if "_orig_mod" in model._modules else model
+    return model._modules.get("_orig_mod") or model
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab._support import refuse
-from hooklab._support.handles import Installed, own_hook
+from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import map_tensors, tensors_in
 from hooklab._support.packing import hold, installed, unhold
 from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, selective, uncompiled
@@ -102,11 +102,11 @@ class Features(Installed, Mapping[str, Any]):
         own = self._handles.append
         with self._all_or_none():
             for module, within in inside.items():
-                own(module.register_forward_pre_hook(own_hook(Features._begin, self, within)))
+                own(module.register_forward_pre_hook(OwnHook(Features._begin, self, within)))
             for module, names in groups(layers):
-                own(module.register_forward_hook(own_hook(Features._note, self, names[0])))
+                own(module.register_forward_hook(OwnHook(Features._note, self, names[0])))
             for module in inside:
-                own(module.register_forward_hook(own_hook(Features._end, self), always_call=True))
+                own(module.register_forward_hook(OwnHook(Features._end, self), always_call=True))
 
     @eager
     def _begin(self, within: list[str], module: nn.Module, args: tuple) -> None:
@@ -195,7 +195,7 @@ class Features(Installed, Mapping[str, Any]):
         try:
             # Hooks of this run alone are the last of their layers: whoever else listens there hears the output first.
             for name in tuple(self._wanted):
-                stop = own_hook(Features._stop, self, name)
+                stop = OwnHook(Features._stop, self, name)
                 self._handles.append(root.get_submodule(name).register_forward_hook(stop))
             self._model(*args, **kwargs)
         except Exception:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab._support import refuse
-from hooklab._support.handles import Installed, own_hook
+from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import tensors_in
 from hooklab._support.table import Tabular, table
 from hooklab._support.torch_private import eager, recomputing
@@ -38,9 +38,9 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
                 self._tallies.update(dict.fromkeys(names, tally))
                 self._why_silent.update(dict.fromkeys(names, refuse.why_silent([module])))
                 if of == "output":
-                    hook = own_hook(self._count, tally)
+                    hook = OwnHook(self._count, tally)
                 else:
-                    hook = own_hook(self._follow, names, partial(self._arrived, tally))
+                    hook = OwnHook(self._follow, names, partial(self._arrived, tally))
                 self._handles.append(module.register_forward_hook(hook))
 
     @eager

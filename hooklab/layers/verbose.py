@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hooklab._support import refuse
-from hooklab._support.handles import Installed, own_hook
+from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import shapes
 from hooklab._support.torch_private import eager, recomputing, running_calls, uncompiled
 from hooklab.layers.features import Enough
@@ -39,9 +39,9 @@ class Verbose(Installed):
         self._names = min(MAX_NAME, max(map(len, self._labels)))
         self._types = min(MAX_TYPE, max(len(type(module).__name__) for module in labels))
         with self._all_or_none():
-            self._handles.append(root.register_forward_pre_hook(own_hook(self._begin), prepend=True))
+            self._handles.append(root.register_forward_pre_hook(OwnHook(self._begin), prepend=True))
             for module in {root: None, **labels}:  # the root always: it may fail between two layers
-                hook = own_hook(self._end, labels.get(module))
+                hook = OwnHook(self._end, labels.get(module))
                 handle = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
                 self._handles.append(handle)
         _on.add(self)
