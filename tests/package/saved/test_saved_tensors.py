@@ -524,9 +524,13 @@ def test_an_interruption_inside_a_checkpoint_leaves_no_hook():
         raise KeyboardInterrupt
 
     model = mlp(2, 3, 1)
-    with no_leftovers(model), pytest.raises(KeyboardInterrupt):
-        with saved_tensors(model), model[1].register_forward_hook(interrupt):
-            checkpoint(model, leaf(4, 2), use_reentrant=False)
+    with (
+        no_leftovers(model),
+        pytest.raises(KeyboardInterrupt),
+        saved_tensors(model),
+        model[1].register_forward_hook(interrupt),
+    ):
+        checkpoint(model, leaf(4, 2), use_reentrant=False)
 
 
 @names_nodes
