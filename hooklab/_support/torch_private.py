@@ -5,6 +5,7 @@ subject of `census.py` and stand there.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils import _python_dispatch
 
 __all__ = ["NO_BACKWARD", "eager", "graph_task", "is_compiled", "outer_hooks", "recomputing", "saving_node"]
-__all__ += ["running_calls", "selective", "uncompiled"]
+__all__ += ["running_calls", "uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -38,12 +39,10 @@ def outer_hooks() -> tuple[Callable, Callable] | None:
     return top(False) if top is not None else None
 
 
-def selective() -> bool:
-    """True inside a selective checkpoint, which numbers operations and takes those of a hook for the model's own."""
-    modes: list = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
-    return any(
-        type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes
-    )
+# A context without dispatch modes: a selective checkpoint is one, and takes the operations of a hook for the model's own.
+without_modes: Callable[[], AbstractContextManager] = getattr(
+    _python_dispatch, "_disable_current_modes", nullcontext
+)
 
 
 def saving_node() -> Any:

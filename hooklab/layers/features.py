@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from hooklab._support import refuse
 from hooklab._support.handles import Installed, own_hook
 from hooklab._support.nested import map_tensors, tensors_in
-from hooklab._support.packing import hold, installed, unhold
-from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, selective, uncompiled
+from hooklab._support.packing import unseen
+from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, uncompiled
 from hooklab.layers.select import callable_layers, groups
 
 __all__ = ["Enough", "Features", "features"]
 
-NOTHING = nullcontext()
 SHOWN = 8  # layers in the text of a Features
 EDITED = "edited"  # the version of an output that was edited before it was copied: no tensor has it
 
@@ -145,17 +144,12 @@ class Features(Installed, Mapping[str, Any]):
             self._call = None
 
     def _kept(self, name: str, output: Any) -> Any:
-        """What `keep` makes of an output. A checkpoint around the layer does not see what `keep` saves for backward."""
+        """What `keep` makes of an output; a checkpoint around the layer sees nothing of it."""
         if self._detaches:
             return map_tensors(_detached, output)
-        checkpointed = outer_hooks() is not None
-        if checkpointed and selective():
-            raise RuntimeError(
-                "features: a selective checkpoint (context_fn=) would take what `keep` computes for a part of the "
-                "model; leave out keep= there, or checkpoint without context_fn="
-            )
+        aside = nullcontext() if outer_hooks() is None else unseen()
         try:
-            with installed(hold, unhold) if checkpointed else NOTHING:
+            with aside:
                 return map_tensors(self._keep, output)
         except Exception as error:
             error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from models import Constant, Result, Returns, Twice, mlp, same_state, state_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from hooklab import (
     checkpoint_segments,
@@ -848,28 +848,6 @@ def test_run_refuses_a_sharded_model(model, x):
             f.run(x)
         model(x)
     assert torch.equal(f["1"], model[:2](x))
-
-
-def test_a_keep_of_ones_own_is_refused_inside_a_selective_checkpoint(x):
-    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.clone.default])
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return checkpoint(lambda x: self.layer(x).clone(), x, use_reentrant=False, context_fn=policy)
-
-    model, x = Net(), x.clone().requires_grad_()
-    with (
-        features(model, "layer", keep=with_grad),
-        pytest.raises(RuntimeError, match=r"selective checkpoint.*leave out keep="),
-    ):
-        model(x)
-    with features(model, "layer") as f:
-        model(x).sum().backward()
-    assert torch.equal(f["layer"], model.layer(x))
 
 
 def test_a_forward_under_vmap_is_left_alone(model, x):
