@@ -16,7 +16,8 @@ from hooklab import draw
 from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
 from hooklab.course import check
 from hooklab.gradients import clip, clip_gradients, scale, watch, zero
-from hooklab.layers.features import features, with_grad
+from hooklab.layers.activation_gradients import with_grad
+from hooklab.layers.features import features
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
 from hooklab.layers.verbose import verbose

@@ -1,13 +1,14 @@
 """What every pair of saved-tensor hooks here needs: hold a tensor safely, and notice edits as autograd would."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 
-from hooklab._support.torch_private import eager, outer_hooks
+from hooklab._support.torch_private import eager, outer_hooks, without_modes
 
 __all__ = [
     "has_memory",
@@ -17,6 +18,7 @@ __all__ = [
     "outer_hooks",
     "refuse_edited",
     "unhold",
+    "unseen",
     "version_probe",
     "warn_of_nothing",
 ]
@@ -60,6 +62,13 @@ def refuse_edited(what: str, found: int, expected: int) -> None:
 def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
     """The context for these two hooks."""
     return graph.saved_tensors_hooks(eager(pack), eager(unpack))
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What a hook computes in it is invisible to a checkpoint, which counts what its two forwards save and call."""
+    with installed(hold, unhold), without_modes():
+        yield
 
 
 def warn_of_nothing(what: str) -> None:

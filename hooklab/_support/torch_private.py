@@ -13,24 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "NO_BACKWARD",
-    "cached_parametrizations",
-    "eager",
-    "graph_task",
-    "hook_ids",
-    "is_compiled",
-    "is_fake",
-]
-__all__ += [
-    "outer_hooks",
-    "recomputing",
-    "running_calls",
-    "saving_node",
-    "selective",
-    "uncompiled",
-    "without_modes",
-]
+__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_compiled", "is_fake"]
+__all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -53,16 +37,6 @@ def outer_hooks() -> tuple[Callable, Callable] | None:
     """The innermost pair of saved-tensor hooks that is active in this thread; None also where PyTorch cannot say."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top(False) if top is not None else None
-
-
-def selective() -> bool:
-    """True inside a selective checkpoint, which numbers operations and takes those of a hook for the model's own."""
-    modes: list = getattr(
-        getattr(torch.utils, "_python_dispatch", None), "_get_current_dispatch_mode_stack", list
-    )()
-    return any(
-        type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode") for mode in modes
-    )
 
 
 def saving_node() -> Any:

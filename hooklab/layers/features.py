@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from difflib import get_close_matches
-from functools import partial
 from sys import _getframe as this_frame
 from threading import get_ident
 from types import FrameType
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from hooklab._support import refuse
 from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import map_tensors, tensors_in
-from hooklab._support.packing import hold, installed, unhold
-from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, selective, uncompiled
+from hooklab._support.packing import unseen
+from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, uncompiled
 from hooklab.layers.select import callable_layers, groups, is_sharded
 
-__all__ = ["Enough", "Features", "features", "with_grad"]
+__all__ = ["Enough", "Features", "features"]
 
-NOTHING = nullcontext()
 SHOWN = 8  # layers in the text of a Features
 EDITED = "edited"  # the version of an output that was edited before it was copied: no tensor has it
 
@@ -82,7 +80,7 @@ class Features(Installed, Mapping[str, Any]):
         super().__init__("features")
         self._model: nn.Module | None = model
         self._detaches = keep is Tensor.detach
-        self._keep: Callable[[Tensor], Any] = _detached if self._detaches else keep
+        self._keep = keep
         self._first: dict[str, str] = {}  # each name -> the first name of its module
         self._log: dict[str, list[tuple[Any, Any]]] = {}  # first name -> what each call left, its versions
         self._call: FrameType | None = None  # of the forward that is going on, in the thread `_thread`
@@ -146,15 +144,12 @@ class Features(Installed, Mapping[str, Any]):
             self._call = None
 
     def _kept(self, name: str, output: Any) -> Any:
-        """What `keep` makes of an output. A checkpoint around the layer does not see what `keep` saves for backward."""
-        checkpointed = not self._detaches and outer_hooks() is not None
-        if checkpointed and selective():
-            raise RuntimeError(
-                "features: a selective checkpoint (context_fn=) would take what `keep` computes for a part of the "
-                "model; leave out keep= there, or checkpoint without context_fn="
-            )
+        """What `keep` makes of an output; a checkpoint around the layer sees nothing of it."""
+        if self._detaches:
+            return map_tensors(_detached, output)
+        aside = nullcontext() if outer_hooks() is None else unseen()
         try:
-            with installed(hold, unhold) if checkpointed else NOTHING:
+            with aside:
                 return map_tensors(self._keep, output)
         except Exception as error:
             error.add_note(f"hooklab.features: raised by keep, on the output of {name!r}")
@@ -179,15 +174,14 @@ class Features(Installed, Mapping[str, Any]):
         Raises:
             RuntimeError: the hooks have been removed, another thread is in a forward, or the model is sharded.
         """
-        if not self._handles or self._model is None:
-            raise RuntimeError(
-                "features.run: the hooks have been removed; call run inside the block, or make new features"
-            )
+        if self._model is None:
+            gone = "the hooks have been removed; call run inside the block, or make new features"
+            raise RuntimeError(f"features.run: {gone}")
         self._refuse_a_second_thread()
         if any(map(is_sharded, self._model.modules())):
+            why = "a forward that stops early would leave its parameters gathered"
             raise RuntimeError(
-                "features.run: this model is sharded, and a forward that stops early would leave its parameters gathered; "
-                "call the model itself inside the block"
+                f"features.run: this model is sharded, and {why}; call the model itself instead"
             )
         before, own = (self._call, self._task, self._wanted), len(self._handles)
         self._call, self._task, self._wanted = None, graph_task(), set(self._first.values())
@@ -195,8 +189,8 @@ class Features(Installed, Mapping[str, Any]):
         try:
             # Hooks of this run alone are the last of their layers: whoever else listens there hears the output first.
             for name in tuple(self._wanted):
-                stop = OwnHook(Features._stop, self, name)
-                self._handles.append(root.get_submodule(name).register_forward_hook(stop))
+                layer, stop = root.get_submodule(name), OwnHook(Features._stop, self, name)
+                self._handles.append(layer.register_forward_hook(stop))
             self._model(*args, **kwargs)
         except Exception:
             # The model may have caught our `Enough`, and raised an error of its own instead.
@@ -275,7 +269,7 @@ class Features(Installed, Mapping[str, Any]):
         log = {
             name: [(kept, _versions(kept) == old) for kept, old in calls] for name, calls in self._log.items()
         }
-        return {**super().__getstate__(), "_log": log, "_model": None, "_keep": _detached, "_call": None}
+        return {**super().__getstate__(), "_log": log, "_model": None, "_keep": None, "_call": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -284,7 +278,7 @@ class Features(Installed, Mapping[str, Any]):
 
 
 class Calls(Mapping[str, list[Any]]):
-    """Every output of the last forward, by the name of the layer."""
+    """What `Features.calls` returns."""
 
     def __init__(self, kept: Features):
         self._kept = kept
@@ -315,51 +309,3 @@ def _versions(kept: Any) -> Any:
     if isinstance(kept, Tensor):
         return None if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]
-
-
-def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
-    """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
-
-    A tensor hook on the output takes the gradient. `.grad` stays None where no gradient arrives: under `no_grad`, where
-    nothing requires grad (a frozen model), and where the output is a view that the next layer edits in place.
-
-    Args:
-        tensor: any shape, dtype and device.
-        copy: False, as `keep=functools.partial(with_grad, copy=False)`, keeps the output itself, with its graph, and
-            `Tensor.retain_grad` fills its `.grad`, which adds up over backwards. It cannot be read once a later
-            layer has edited it in place.
-
-    Returns:
-        A detached copy. Its `.grad`, None until a gradient arrives, has the same shape; a second backward replaces
-        it, and `pickle` leaves it out. Do not edit the gradient: layers whose outputs are added share one.
-
-    Raises:
-        TypeError: `tensor` is not a tensor; give the function itself, `keep=with_grad`.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-        >>> with features(model, "0", keep=with_grad) as f:
-        ...     model(torch.ones(2, 4)).sum().backward()
-        >>> f["0"].grad.shape
-        torch.Size([2, 3])
-
-    Limits: docs/limits.md#features. Source: [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"with_grad: expected a tensor, found {type(tensor).__name__}; use it as features(model, ..., keep=with_grad)"
-        )
-    if not copy:
-        if tensor.requires_grad:
-            tensor.retain_grad()
-        return tensor
-    kept = tensor.detach().clone()
-    if tensor.grad_fn is not None:  # a leaf has a `.grad` of its own
-        tensor.register_hook(partial(_arrived, kept))
-    return kept
-
-
-@eager
-def _arrived(kept: Tensor, grad: Tensor | None) -> None:
-    if grad is not None:  # a Function may have none to give
-        kept.grad = grad.detach()
