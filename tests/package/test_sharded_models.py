@@ -97,16 +97,6 @@ def _each_unit(model):
     return model
 
 
-def _as_a_whole(model):
-    return fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-
-
-def _wrapped(own_names):
-    return lambda model: FullyShardedDataParallel(
-        model, use_orig_params=own_names, device_id=torch.device("cpu")
-    )
-
-
 def test_segments_of_units_that_are_sharded_one_by_one_are_refused_in_backward():
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(3)]
     model = _each_unit(nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1)))
