@@ -199,8 +199,9 @@ class Start:
         for name, (parameter, version, memory, needs_grad) in self.parameters.items():
             what, advice = f"a parameter {list(parameter.shape)}", "run backward before that"
             if now.get(name) is not parameter:
-                change = "is another tensor than in forward; did torch.func.functional_call lend that one?"
-                advice = "Call it inside a torch.utils.checkpoint of your own"
+                lenders = "torch.func.functional_call and fully_shard lend one for a while"
+                change = f"is another tensor than in forward ({lenders});"
+                advice = "put a torch.utils.checkpoint of your own around that"
             elif parameter._version != version:
                 return refuse_edited(what, parameter._version, version)
             elif _memory(parameter) is not memory:
