@@ -59,7 +59,8 @@ def eager(function: Callable) -> Callable:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
-    return model._modules["_orig_mod"] if "_orig_mod" in model._modules else model
+    inner = model._modules["_orig_mod"] if "_orig_mod" in model._modules else None
+    return model if inner is None else inner
 
 
 def is_compiled(module: nn.Module) -> bool:
