@@ -56,10 +56,16 @@ def cached_parametrizations() -> bool:
 
 
 def eager(function: Callable) -> Callable:
-    """The same function, which torch.compile leaves alone: hooks run in Python, on real tensors.
+    """The same function, which torch.compile leaves alone with all that it calls: hooks run in Python, on real tensors.
 
-    `torch.compiler.disable` would load the whole compiler, for seconds. Where PyTorch has another mark, it traces the hook.
+    `torch.compiler.disable` would load the whole compiler, for seconds. Where PyTorch has other names, it traces the hook.
     """
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if all(
+        hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    ):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = (
         "hooks of hooklab run in Python; compile without fullgraph=True"
