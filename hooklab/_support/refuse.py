@@ -134,8 +134,7 @@ def within(bounds: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
 def count(function: str, name: str, value: object, least: int = 0) -> int:
     """`value` as a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        whole = isinstance(value, float) and value.is_integer()
-        hint = f"; write {name}={int(value)}" if whole else ""
+        hint = f"; write {name}={value:.0f}" if isinstance(value, float) and value.is_integer() else ""
         raise TypeError(
             f"{function}({name}=...): expected a whole number, found {type(value).__name__}{hint}"
         )

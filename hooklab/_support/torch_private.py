@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_compiled", "is_fake"]
+__all__ = [
+    "NO_BACKWARD",
+    "cached_parametrizations",
+    "eager",
+    "graph_task",
+    "hook_ids",
+    "is_compiled",
+    "is_fake",
+]
 __all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
