@@ -63,6 +63,9 @@ def eager(function: Callable) -> Callable:
     return function
 
 
+eager(eager)  # a block may be opened inside what is compiled
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
     return model.get_submodule("_orig_mod") if "_orig_mod" in model._modules else model
