@@ -81,6 +81,9 @@ def eager(function: Callable) -> Callable:
     return function
 
 
+eager(eager)  # a block may be opened inside what is compiled
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
     return model._modules.get("_orig_mod") or model
