@@ -707,13 +707,13 @@ def test_contexts_that_are_left_in_another_order_give_the_same_gradients():
 def test_a_model_or_a_block_that_is_open_already_is_refused():
     model = nn.Linear(2, 2)
     offload = Offload(to=CountingStore())
-    with Offload(model, to=CountingStore()), offload:
+    with offload, Offload(model, to=CountingStore()):
         with pytest.raises(RuntimeError, match="this model is being offloaded already"):
             Offload(model, to=CountingStore()).__enter__()
         with pytest.raises(RuntimeError, match="this block is open already; make another Offload"):
             offload.__enter__()
         model(torch.ones(1, 2))
-    with Offload(model, to=CountingStore()), offload:
+    with offload, Offload(model, to=CountingStore()):
         model(torch.ones(1, 2))
 
 
