@@ -105,17 +105,31 @@ def test_a_dropped_graph_gives_memory_back_without_gc():
     gc.disable()
     try:
         x = torch.randn(10**7, device="cuda", requires_grad=True)
-        before = torch.cuda.memory_allocated()
-        store = PinnedMemory()
-        with Offload(to=store):
-            y = x.exp().sin().exp()
-        del y
+        before, store = torch.cuda.memory_allocated(), PinnedMemory()
+        for _ in range(3):
+            with Offload(to=store):
+                y = x.exp().sin().exp()
+            pinned = store.pinned_bytes
+            del y
         torch.cuda.synchronize()
-        store._let_go()
-        assert torch.cuda.memory_allocated() == before
-        assert all(row.take(1) == 0 for _, row, _ in store._chunks)
+        store.write(x.detach()[:1])  # what is copied is freed when the store is used again
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before + 1024
+        assert store.pinned_bytes == pinned  # each step uses the memory of the last one again
     finally:
         gc.enable()
+
+
+def test_to_cpu_pins_once_for_all_steps():
+    x = torch.randn(10**6, device="cuda", requires_grad=True)
+    pinned = []
+    for _ in range(3):
+        with Offload(min_bytes=0) as offload:  # no name holds the store
+            y = x.exp().sin()
+        y.sum().backward()
+        assert offload.moved_bytes > 0
+        pinned.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert pinned[0] == pinned[1] == pinned[2] > 0
 
 
 def test_checkpoint_segments_and_offload_together():
