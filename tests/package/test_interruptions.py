@@ -134,53 +134,6 @@ def test_two_threads_in_a_traced_model_count_their_calls_apart():
     assert not [event for event in events.events if "#2" in event.where]
 
 
-def test_features_of_one_object_do_not_run_in_two_threads():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh())
-    f = features(model, "1", "3")
-    refused = []
-    hook = model[0].register_forward_hook(
-        lambda *_: refused.append(in_thread(lambda: f.run(torch.zeros(1, 2))))
-    )
-    x = torch.ones(1, 2)
-    f.run(x)
-    hook.remove()
-    (error,) = refused
-    assert isinstance(error, RuntimeError)
-    assert "another thread" in str(error)
-    assert torch.equal(f["3"], model(x))
-    assert in_thread(lambda: f.run(x)) is f  # later it may
-
-
-def test_a_thread_that_begins_while_another_looks_who_is_running_is_not_forgotten(monkeypatch):
-    model = mlp(2, 3)
-    with features(model, "0") as f:
-        inside, go_on = threading.Event(), threading.Event()
-
-        def wait(*_):
-            inside.set()
-            go_on.wait(10)
-
-        model.register_forward_pre_hook(wait)
-        late = threading.Thread(target=model, args=(torch.ones(1, 2),))
-        frames = sys._current_frames
-
-        def while_looking():
-            found = frames()
-            if not late.is_alive():
-                monkeypatch.undo()
-                late.start()
-                inside.wait(10)
-            return found
-
-        f._running.append(-1)  # a thread that has ended
-        monkeypatch.setattr(sys, "_current_frames", while_looking)
-        f._begin(model, ())
-        assert late.ident in f._running
-        assert -1 not in f._running
-        go_on.set()
-        late.join()
-
-
 def test_pictures_of_graphs_from_several_threads_leave_the_process_as_it_was():
     before, limit = list(warnings.filters), sys.getrecursionlimit()
 
@@ -476,20 +429,6 @@ def test_a_copy_of_the_model_writes_nothing_into_features_that_were_interrupted(
 
 def interrupt(*_):
     raise KeyboardInterrupt
-
-
-def test_what_run_hangs_goes_with_the_block_at_the_latest():
-    model, x = mlp(2, 3, 2), torch.ones(1, 2)
-    with no_leftovers(model), features(model, "0") as f:
-        hung = len(f._handles)
-        model[1].register_forward_pre_hook(lambda *_: stopped.append(len(f._handles)))
-        stopped = []
-        model[0].register_forward_hook(lambda *_: stopped.append(len(f._handles)))
-        f.run(x)
-        assert stopped == [hung + 1]
-        assert len(f._handles) == hung
-        model[0]._forward_hooks.popitem()
-        model[1]._forward_pre_hooks.popitem()
 
 
 def test_segments_that_cannot_all_be_switched_are_switched_back():
