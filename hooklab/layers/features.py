@@ -113,7 +113,7 @@ class Features(Installed, Mapping[str, Any]):
             return
         self._refuse_a_second_thread()
         caller = this_frame(1)
-        if not self._is_around(caller):
+        if self._call is None or not self._is_around(caller):
             self._call, self._thread, self._has_run = caller, get_ident(), True
             for name in within:
                 self._log.pop(name, None)
