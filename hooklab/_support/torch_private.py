@@ -90,7 +90,7 @@ eager(eager)  # a block may be opened inside what is compiled
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` wraps, or `model` itself."""
-    return model._modules.get("_orig_mod") or model
+    return model.get_submodule("_orig_mod") if "_orig_mod" in model._modules else model
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -49,8 +49,7 @@ class Offload:
         >>> offload.moved_bytes  # the input and the output of Tanh, 2 x 4 x 4 bytes each
         64
 
-    Limits: docs/limits.md#offload.
-    Source: [hooks for saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#hooks-for-saved-tensors).
+    Limits: docs/limits.md#offload. Source: [hooks for saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#hooks-for-saved-tensors).
     """
 
     def __init__(

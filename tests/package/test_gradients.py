@@ -537,3 +537,11 @@ def test_what_clip_gradients_returns_shows_bounds_and_parameters(model):
     with clip_gradients(model, -1, 0.5) as clipped:
         assert repr(clipped) == "ClipGradients(min=-1, max=0.5, on 4 parameters)"
     assert repr(clipped) == "ClipGradients(min=-1, max=0.5, on 4 parameters, removed)"
+
+
+def test_under_a_grad_scaler_the_scaled_gradient_is_clipped(model):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1_024.0)
+    with clip_gradients(model, -0.5, 0.5):
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    unscaled = [param.grad / scaler.get_scale() for param in model.parameters()]
+    assert max(grad.abs().max() for grad in unscaled) <= 0.5 / 1_024

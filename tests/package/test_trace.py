@@ -827,3 +827,12 @@ def test_a_scripted_block_is_refused_by_pytorch_and_leaves_nothing():
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with no_leftovers(model), pytest.raises(RuntimeError, match="not supported on ScriptModules"):
         trace(model)
+
+
+def test_a_context_opened_inside_displaces_the_trace():
+    x = torch.ones(2, requires_grad=True)
+    with trace(x=x) as events:
+        with graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda packed: packed):
+            hidden = x.exp()
+        hidden.sin().sum().backward()
+    assert [event.kind for event in events.events].count("pack") == 1  # of sin, and not of exp

@@ -837,17 +837,6 @@ def test_replicas_of_a_model_each_with_features_of_its_own_run_in_threads(model,
         assert list(pool.map(use, range(3))) == [True] * 3
 
 
-def test_run_refuses_a_sharded_model(model, x):
-    class Sharded(nn.Sequential):  # as `fully_shard` makes it
-        def unshard(self):
-            pass
-
-    model[2] = Sharded(nn.Linear(5, 6))
-    with features(model, "1") as f:
-        with pytest.raises(RuntimeError, match=r"this model is sharded.*call the model itself"):
-            f.run(x)
-        model(x)
-    assert torch.equal(f["1"], model[:2](x))
 
 
 def test_a_forward_under_vmap_is_left_alone(model, x):
@@ -919,3 +908,21 @@ def test_after_an_interruption_the_model_and_a_part_start_afresh(model, x):
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+def test_a_view_that_the_next_layer_edits_in_place_gets_no_gradient(x):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0), nn.ReLU(inplace=True))
+    with features(model, "1", keep=with_grad) as f:
+        model(x).sum().backward()
+    assert f["1"].grad is None
+    model[2].inplace = False
+    with features(model, "1", keep=with_grad) as f:
+        model(x).sum().backward()
+    assert f["1"].grad.shape == f["1"].shape
+
+
+def test_a_frozen_model_gives_its_outputs_no_gradient(x):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).requires_grad_(False)
+    with features(model, "*", keep=with_grad) as f:
+        model(x)
+    assert [f[name].grad for name in f] == [None, None]

@@ -812,3 +812,18 @@ def test_the_gradient_of_a_tensor_that_is_returned_twice_is_counted_once():
     with layer_statistics(model, "0", of="grad_output") as stats:
         model(torch.ones(2, 4))["last"].sum().backward()
     assert (stats["0"].calls, stats["0"].count) == (1, 12)
+
+
+def test_tensors_in_objects_of_other_kinds_are_not_counted():
+    class Box:
+        def __init__(self, content):
+            self.content = content
+
+    class Boxes(nn.Module):
+        def forward(self, x):
+            return Box(x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Boxes())
+    with layer_statistics(model, "*") as stats:
+        assert model(torch.ones(1, 2)).content.shape == (1, 2)
+    assert list(stats) == ["0"]
