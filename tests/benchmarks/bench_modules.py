@@ -431,7 +431,9 @@ def main() -> bool:
     kept = gradients_of_activations()
     kept += compare_forwards("24-layer tiny MLP", mlp, 1.3, rounds=8, repeat=30, copies=5, processes=8)
     kept += compare_forwards("20-block conv net", conv_net, 1.1, rounds=16, repeat=2, copies=6, processes=8)
-    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, 1.03, rounds=8, repeat=1, copies=3, processes=6)
+    kept += compare_forwards(
+        "ResNet-50, 1x3x224x224", resnet50, 1.03, rounds=8, repeat=1, copies=3, processes=6
+    )
     kept += hooks_alone("20-block conv net", conv_net) + hooks_alone("ResNet-50", resnet50)
     kept += on_one_model() + early_stop() + other_modes() + growth()
     return all(kept)
