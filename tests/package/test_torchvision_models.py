@@ -77,7 +77,7 @@ def test_features_are_what_hooks_by_hand_and_the_extractor_of_torchvision_find(n
         ):
             model(x)
             before = {layer for layer in expected if can_be_read(f, layer)}
-            watched = model(x)  # in a second forward not every output may be looked at
+            watched = model(x)
         extracted = extractor(x)
     assert all(map(torch.equal, tensors_in(plain), tensors_in(watched)))
     assert set(copies) == set(expected)
@@ -161,3 +161,6 @@ def test_the_extractor_of_torchvision_hands_out_overwritten_values():
         extracted = create_feature_extractor(model, ["bn1", "layer1"]).eval()(x)["bn1"]
     assert f["bn1"].min() < 0
     assert torch.equal(extracted, f["bn1"].relu())
+    with torch.inference_mode(), features(model, "bn1") as copied:  # by default
+        model(x)
+    assert torch.equal(copied["bn1"], f["bn1"])
