@@ -126,7 +126,9 @@ class HookLeak(RuntimeError):
         lines = "\n".join(f"  {hook}" for hook in hooks)
         cure = "keep the handles and call .remove()"
         if all(hook.owner == "torch" for hook in hooks):
-            cure = "undo there what put them on (remove_weight_norm, remove_spectral_norm, …), or do it before the block"
+            cure = (
+                "undo there what put them on (remove_weight_norm, remove_spectral_norm, …), or do it before the block"
+            )
         super().__init__(f"{len(hooks)} hook(s) outlived the block; {cure}:\n{lines}")
 
     def __reduce__(self) -> tuple:
@@ -170,9 +172,7 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
         hint = "; it is a handle: ask the module or the tensor" if hasattr(obj, "hooks_dict_ref") else ""
         if isinstance(obj, torch.autograd.graph.Node):
             hint = "; hooks on autograd Nodes cannot be listed from Python"
-        raise TypeError(
-            f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}"
-        )
+        raise TypeError(f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}")
     return Hooks([*found, *_everywhere()])
 
 

@@ -49,9 +49,7 @@ class Watch(Installed, Mapping[str, Tensor]):
         if self.history.get(name):
             return self.history[name][-1]
         if name in self.history:
-            raise KeyError(
-                f"no gradient has arrived at {name!r} yet; run backward() on a result that uses it"
-            )
+            raise KeyError(f"no gradient has arrived at {name!r} yet; run backward() on a result that uses it")
         close = get_close_matches(str(name), self.history) or list(self.history)
         raise KeyError(f"{name!r} is not watched; watched: {refuse.listed(close)}")
 
@@ -115,9 +113,7 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     Source: [`Tensor.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html).
     """
     if unnamed:
-        raise TypeError(
-            "watch: found a value without a name; name each tensor: watch(y=y), of a dict watch(**tensors)"
-        )
+        raise TypeError("watch: found a value without a name; name each tensor: watch(y=y), of a dict watch(**tensors)")
     if not tensors:
         raise TypeError("watch() was given nothing to watch; name the tensors, for example watch(y=y)")
     for name, tensor in tensors.items():
@@ -246,9 +242,7 @@ def zero(*given: object) -> Hook:
         tensor([0., 0.])
     """
     if given:
-        raise TypeError(
-            f"zero() takes no argument, found {type(given[0]).__name__}; register zero(), not zero itself"
-        )
+        raise TypeError(f"zero() takes no argument, found {type(given[0]).__name__}; register zero(), not zero itself")
 
     @_hook
     def zero_hook(grad: Tensor) -> Tensor:

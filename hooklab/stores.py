@@ -135,9 +135,7 @@ class Disk:
     def _full(self, what: str, wanted: int) -> str:
         with self._lock:
             self._row.join()
-            self._file.truncate(
-                int(self._row.starts[math.inf])
-            )  # what was written of it before the disk was full
+            self._file.truncate(int(self._row.starts[math.inf]))  # what was written of it before the disk was full
         free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
         advice = "make room, or give a folder on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
         return f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; {advice}"

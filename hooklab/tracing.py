@@ -42,9 +42,7 @@ class Trace(Tabular, Installed):
         self._removed = self._entered = self._sees_new_nodes = False
         self._contexts = ExitStack()
         self._stack: list[Forward] = []
-        self._nodes: dict[
-            tuple[int, int], Event
-        ] = {}  # the Node that runs, by thread and number of the backward
+        self._nodes: dict[tuple[int, int], Event] = {}  # the Node that runs, by thread and number of the backward
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._held: list[graph.Node] = []
         self._forwards = 0  # that have begun

@@ -124,9 +124,7 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
     # What a cell prints may come in pieces, never the same ones: how high it is shows when they are merged.
     for node, kind in zip(notebook.cells, slide_types(notebook), strict=True):
         node.metadata["slideshow"] = {"slide_type": kind}
-        node.metadata = nbformat.from_dict(
-            {key: node.metadata[key] for key in CELL_METADATA if key in node.metadata}
-        )
+        node.metadata = nbformat.from_dict({key: node.metadata[key] for key in CELL_METADATA if key in node.metadata})
         if kind is None:
             del node.metadata["slideshow"]
     return notebook

@@ -43,17 +43,14 @@ def table() -> str:
         ids = [entry["id"], *([entry["also"]] if "also" in entry else [])]
         stem = entry["notebook"]
         cells = [
-            f"[`{cell.id}`]({home}.ipynb#cell-id={cell.id})"
-            + ("" if home == stem else f" ([{home}]({home}.ipynb))")
+            f"[`{cell.id}`]({home}.ipynb#cell-id={cell.id})" + ("" if home == stem else f" ([{home}]({home}.ipynb))")
             for source in ids
             for home, cell in covered.get(source, [])
         ]
         exists = (notebook_form.NOTEBOOKS / f"{stem}.ipynb").exists()
         notebook = f"[{stem}]({stem}.ipynb)" if exists else stem
         topic = "<br>".join(entry["topic"][language] for language in ("zh", "en")).replace("|", "\\|")
-        lines.append(
-            f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(dict.fromkeys(cells)) or '—'} |"
-        )
+        lines.append(f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(dict.fromkeys(cells)) or '—'} |")
     return HEAD + "\n".join(lines) + "\n"
 
 

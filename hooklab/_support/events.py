@@ -115,9 +115,7 @@ def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[
     for position, (event, _) in enumerate(recorded):
         events += [_edge("begins", module, event) for module in _nested(begins.get(position, []), event)]
         events.append(event)
-        events += [
-            _edge("ends", module, event) for module in reversed(_nested(ends.get(position, []), event))
-        ]
+        events += [_edge("ends", module, event) for module in reversed(_nested(ends.get(position, []), event))]
     return events
 
 

@@ -76,9 +76,7 @@ def warn_of_nothing(what: str) -> None:
     if torch.is_grad_enabled():
         why = "was it called there, in this thread, with grad on?"
         other = "Another such context (Offload, save_on_cpu), opened inside, takes what is saved in it."
-        warnings.warn(
-            f"{what}: nothing of the model was saved for backward by this block: {why} {other}", stacklevel=3
-        )
+        warnings.warn(f"{what}: nothing of the model was saved for backward by this block: {why} {other}", stacklevel=3)
 
 
 def version_probe(tensor: Tensor) -> Tensor:

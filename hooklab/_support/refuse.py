@@ -35,9 +35,7 @@ def why_silent(modules: Iterable[nn.Module], of: str = "output") -> str:
     if own:
         return f"({own[0]} has a __call__ of its own: where that calls forward directly, no hook fires)"
     if of == "output":
-        return (
-            "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
-        )
+        return "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
     params = [param for module in modules for param in module.parameters()]
     if params and not any(param.requires_grad for param in params):
         return (
@@ -80,9 +78,7 @@ def unhookable(function: str, name: str, tensor: object) -> None:
         )
     cure = f"call {name}.requires_grad_() before computing with it, and check that torch.no_grad() is off"
     if tensor.is_inference():
-        cure = (
-            f"it was made in torch.inference_mode(): make it outside, or take {name}.clone().requires_grad_()"
-        )
+        cure = f"it was made in torch.inference_mode(): make it outside, or take {name}.clone().requires_grad_()"
     raise ValueError(
         f"{function}({name}=...): this tensor of shape {tuple(tensor.shape)} has requires_grad=False, so no "
         f"gradient will reach it; {cure}"
@@ -112,32 +108,23 @@ def bounds(function: str, min: float | None, max: float | None) -> dict[str, flo
     for name, bound in given.items():
         given[name] = number(function, name, bound)
         if math.isnan(bound):
-            raise ValueError(
-                f"{function}({name}=nan): expected a number; no gradient lies within a NaN bound"
-            )
+            raise ValueError(f"{function}({name}=nan): expected a number; no gradient lies within a NaN bound")
     if min is not None and max is not None and min > max:
-        raise ValueError(
-            f"{function}(min={min}, max={max}): min is above max; did you mean min={max}, max={min}?"
-        )
+        raise ValueError(f"{function}(min={min}, max={max}): min is above max; did you mean min={max}, max={min}?")
     return given
 
 
 def within(bounds: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
     """The same for one dtype: a bound that it cannot hold bounds nothing there, and becomes infinite."""
     most = torch.finfo(dtype).max
-    return {
-        name: bound if abs(bound) <= most else math.copysign(math.inf, bound)
-        for name, bound in bounds.items()
-    }
+    return {name: bound if abs(bound) <= most else math.copysign(math.inf, bound) for name, bound in bounds.items()}
 
 
 def count(function: str, name: str, value: object, least: int = 0) -> int:
     """`value` as a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         hint = f"; write {name}={value:.0f}" if isinstance(value, float) and value.is_integer() else ""
-        raise TypeError(
-            f"{function}({name}=...): expected a whole number, found {type(value).__name__}{hint}"
-        )
+        raise TypeError(f"{function}({name}=...): expected a whole number, found {type(value).__name__}{hint}")
     result = int(value)
     if result < least:
         raise ValueError(f"{function}({name}={result}): expected {least} or more")

@@ -14,8 +14,7 @@ def table(rows: Iterable[Sequence[str | int]], left: int = 1) -> str:
     written = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*written, strict=True)]
     aligned = (
-        [*map(str.ljust, row[:left], widths[:left]), *map(str.rjust, row[left:], widths[left:])]
-        for row in written
+        [*map(str.ljust, row[:left], widths[:left]), *map(str.rjust, row[left:], widths[left:])] for row in written
     )
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
@@ -33,9 +32,7 @@ class Tabular:
 
     def _cells(self) -> Iterable[Sequence[str | int]]:
         """The cells of each row as they are shown."""
-        return (
-            [cell if isinstance(cell, str | int) else str(cell) for cell in row] for row in self._records()
-        )
+        return ([cell if isinstance(cell, str | int) else str(cell) for cell in row] for row in self._records())
 
     def _repr_html_(self) -> str:
         rows = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in self._cells()]
@@ -48,9 +45,7 @@ class Tabular:
         try:
             import pandas
         except ImportError:
-            raise ImportError(
-                "to_dataframe needs pandas, which is not installed: pip install pandas"
-            ) from None
+            raise ImportError("to_dataframe needs pandas, which is not installed: pip install pandas") from None
         return pandas.DataFrame(list(self._records()), columns=list(self._columns()))
 
 

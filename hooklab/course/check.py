@@ -148,9 +148,7 @@ def _examine(task: Exercise, answer: Any) -> None:
 def _the_same_each_time() -> Iterator[None]:
     """The same answer gets the same message, and the learner's random numbers, modes, hooks and filters stay as they are."""
     with (
-        torch.random.fork_rng(
-            devices=[]
-        ),  # the generators of GPUs are left alone: they would not be put back
+        torch.random.fork_rng(devices=[]),  # the generators of GPUs are left alone: they would not be put back
         torch.inference_mode(False),
         torch.enable_grad(),
         warnings.catch_warnings(),
@@ -270,8 +268,7 @@ def _raised(answer: Any, error: Exception) -> Message:
     source = next(filter(None, reversed(lines)), "").replace("`", "'")
     return Message(
         "wrong",
-        f"还不对。运行你的代码时抛出了异常：`{said(error)}`"
-        + (f"\n出错的那一行：`{source}`" if source else ""),
+        f"还不对。运行你的代码时抛出了异常：`{said(error)}`" + (f"\n出错的那一行：`{source}`" if source else ""),
         f"Not yet. Running your code raised `{said(error)}`" + (f"\nThe line: `{source}`" if source else ""),
         "raised",
     )

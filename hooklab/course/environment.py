@@ -20,18 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def check_environment() -> Message:
     """Is this machine ready for the course? Everything that is missing, and how to get it, in both languages."""
-    problems = [
-        problem for problem in (old_torch(), _no_graphviz(), _other_python(), _no_switch()) if problem
-    ]
+    problems = [problem for problem in (old_torch(), _no_graphviz(), _other_python(), _no_switch()) if problem]
     if not problems:
         return Message("right", "环境就绪：可以开始了。", "Your machine is ready: go ahead.")
     zh, en = (
-        "\n".join(f"{number}. {text}" for number, text in enumerate(half, 1))
-        for half in zip(*problems, strict=True)
+        "\n".join(f"{number}. {text}" for number, text in enumerate(half, 1)) for half in zip(*problems, strict=True)
     )
-    return Message(
-        "wrong", f"还差 {len(problems)} 项：\n{zh}", f"To be mended: {len(problems)}.\n{en}", "environment"
-    )
+    return Message("wrong", f"还差 {len(problems)} 项：\n{zh}", f"To be mended: {len(problems)}.\n{en}", "environment")
 
 
 def main() -> None:

@@ -17,9 +17,7 @@ from hooklab.course.message import Message
 __all__ = ["advice", "show_own_lines"]
 
 
-def show_own_lines(
-    shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None
-) -> list:
+def show_own_lines(shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None) -> list:
     """Show an error with the lines of the learner's cells alone; the magic %tb shows PyTorch's lines too."""
     try:
         shown = _shown(shell, kind, error, trace)
@@ -40,9 +38,7 @@ def _shown(shell: Any, kind: type, error: BaseException, trace: Any) -> list[str
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace  # for %tb
     own = _only_own(shell, trace)
     if own is None:  # a syntax error, or nothing of the learner's
-        shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback(
-            (kind, error, trace)
-        )
+        shell.showsyntaxerror() if isinstance(error, SyntaxError) else shell.showtraceback((kind, error, trace))
         return []
     # The errors behind it ("the direct cause of ...") are cut too, for the moment in which they are printed.
     whole = [(each, each.__traceback__) for each in (error, *_chain(error))]

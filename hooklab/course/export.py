@@ -34,9 +34,7 @@ STYLE = """
 class Both(Preprocessor):
     """Both languages, as they are; slides get a style of their own, and below a guess what there is to learn."""
 
-    def preprocess(
-        self, notebook: NotebookNode, resources: dict[str, Any]
-    ) -> tuple[NotebookNode, dict[str, Any]]:
+    def preprocess(self, notebook: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
         """The notebook for its exporter, and the resources as they were."""
         slides = resources.get("output_extension") == ".slides.html"
         if slides:
@@ -57,9 +55,7 @@ class Both(Preprocessor):
 
 def _answer(cell: NotebookNode) -> None:
     """On a slide nobody can be told to type: the explanation of a guess takes that place; below an exercise nothing."""
-    if not any(
-        "hooklab-todo" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", ())
-    ):
+    if not any("hooklab-todo" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", ())):
         return
     predicted = PREDICTS.search(cell.source)
     if predicted is None:
@@ -80,9 +76,7 @@ class OneLanguage(Both):
     language: ClassVar[str]  # of the page
     half: ClassVar[int]  # of a heading, the one that stays
 
-    def preprocess(
-        self, notebook: NotebookNode, resources: dict[str, Any]
-    ) -> tuple[NotebookNode, dict[str, Any]]:
+    def preprocess(self, notebook: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
         """The notebook in one language, and the resources with that language and the title in it."""
         title = HEADING.match(notebook.cells[0].source) if notebook.cells else None
         resources["language_code"] = self.language

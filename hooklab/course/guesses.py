@@ -156,18 +156,14 @@ def _in_order(guess: Any, actual: list | tuple) -> bool:
 
 def _close(guess: Any, actual: Any) -> bool:
     try:
-        guessed, happened = (
-            torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (guess, actual)
-        )
+        guessed, happened = (torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (guess, actual))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     same_shape = guessed.shape == happened.shape or guessed.numel() == happened.numel() == 1
     largest = max(happened[happened.isfinite()].abs().flatten().tolist(), default=0.0)
     # A small value that is no rounding error is not 0.
     atol = min(1e-3, largest / 20) if largest > 1e-6 else 1e-3
-    return same_shape and torch.allclose(
-        guessed.flatten(), happened.flatten(), rtol=1e-2, atol=atol, equal_nan=True
-    )
+    return same_shape and torch.allclose(guessed.flatten(), happened.flatten(), rtol=1e-2, atol=atol, equal_nan=True)
 
 
 def _holds_words(value: Any) -> bool:

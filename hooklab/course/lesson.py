@@ -38,9 +38,7 @@ def start() -> None:
 def _threads() -> int:
     wanted = os.environ.get("HOOKLAB_THREADS", "2")
     if not wanted.isdigit() or int(wanted) < 1:
-        raise RuntimeError(
-            f"HOOKLAB_THREADS={wanted!r}: expected a whole number of at least 1; unset it for 2 threads"
-        )
+        raise RuntimeError(f"HOOKLAB_THREADS={wanted!r}: expected a whole number of at least 1; unset it for 2 threads")
     return int(wanted)
 
 

@@ -24,9 +24,7 @@ class Message:
     reason: str = ""
 
     def _repr_html_(self) -> str:
-        halves = "".join(
-            f'<div lang="{lang}">{_html(text)}</div>' for lang, text in (("zh", self.zh), ("en", self.en))
-        )
+        halves = "".join(f'<div lang="{lang}">{_html(text)}</div>' for lang, text in (("zh", self.zh), ("en", self.en)))
         return f'<div class="hooklab-message hooklab-{self.kind}">{halves}</div>'
 
     def __repr__(self) -> str:

@@ -168,9 +168,7 @@ def _refuse_grad_left_off() -> None:
 def kind_of(got: Any) -> str:
     """The kind of a value, to stand between backticks: of a tensor or an array its dtype and shape too."""
     name, shape = type(got).__name__, getattr(got, "shape", None)
-    return (
-        f"{name}, {got.dtype} {list(shape)}" if isinstance(shape, tuple) and hasattr(got, "dtype") else name
-    )
+    return f"{name}, {got.dtype} {list(shape)}" if isinstance(shape, tuple) and hasattr(got, "dtype") else name
 
 
 def said(error: Exception) -> str:

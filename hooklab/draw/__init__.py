@@ -122,9 +122,7 @@ def timeline(trace: Trace) -> Picture:
         raise TypeError(f"timeline: expected what hooklab.trace returns, found {type(trace).__name__}")
     events = trace.events
     if not events:
-        raise ValueError(
-            "timeline: nothing has fired yet; run a forward or a backward inside the block of the trace"
-        )
+        raise ValueError("timeline: nothing has fired yet; run a forward or a backward inside the block of the trace")
     facts = timelines.facts(events, trace.lines())
     return _drawn_events(facts, timelines.svg, events, len(events), "trace a part")
 
@@ -221,9 +219,7 @@ def feature_maps(tensor: Tensor) -> Picture:
         "quantized": tensor.is_quantized,
     }
     if kind := next((kind for kind, found in kinds.items() if found), ""):
-        raise ValueError(
-            f"feature_maps: found a tensor without maps to show, it is {kind}; give an ordinary one"
-        )
+        raise ValueError(f"feature_maps: found a tensor without maps to show, it is {kind}; give an ordinary one")
     if not 2 <= tensor.dim() <= 4 or tensor.numel() == 0:
         raise ValueError(
             f"feature_maps: expected (channels, height, width) or a batch of it, found shape {tuple(tensor.shape)}; "
@@ -265,9 +261,7 @@ def memory(saved: SavedTensors) -> Picture:
     if not isinstance(saved, SavedTensors):
         raise TypeError(f"memory: expected what hooklab.saved_tensors returns, found {type(saved).__name__}")
     if not saved.held:
-        raise ValueError(
-            "memory: nothing has been saved yet; run a forward inside the block of saved_tensors"
-        )
+        raise ValueError("memory: nothing has been saved yet; run a forward inside the block of saved_tensors")
     events = Counter(event for _, event in saved.events)
     kinds = ("saved", "recomputed", "let go") if events["recomputed"] else ("saved", "let go")
     facts = (
@@ -295,12 +289,8 @@ def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:
 
 def _counted(function: str, stats: object) -> dict[str, Statistics]:
     if not isinstance(stats, Mapping) or not all(isinstance(layer, Statistics) for layer in stats.values()):
-        raise TypeError(
-            f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}"
-        )
+        raise TypeError(f"{function}: expected what hooklab.layer_statistics returns, found {type(stats).__name__}")
     counted = {name or repr(name): layer for name, layer in stats.items()}  # '' is the model itself
     if not any(layer.count for layer in counted.values()):
-        raise ValueError(
-            f"{function}: nothing has been counted yet; run the model inside the block of the statistics"
-        )
+        raise ValueError(f"{function}: nothing has been counted yet; run the model inside the block of the statistics")
     return counted

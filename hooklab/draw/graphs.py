@@ -165,9 +165,7 @@ def _without_base(body: list[str], names: dict[str, Tensor]) -> list[str]:
     """torchviz draws what a view is taken from as a second result; the Node of the view says enough."""
     named = {str(id(tensor)) for tensor in names.values()}
     bases = {one.split()[0] for one in body if "fillcolor=darkolivegreen3" in one} - named
-    return [
-        one for one in body if "style=dotted" not in one and bases.isdisjoint(one.partition(" [")[0].split())
-    ]
+    return [one for one in body if "style=dotted" not in one and bases.isdisjoint(one.partition(" [")[0].split())]
 
 
 def _add_saved(dot: Any, saved: dict[Node, Any], names: dict[str, Tensor], drawn: set[int]) -> None:

@@ -118,9 +118,7 @@ def _runs(remarks: list[str], longest: int) -> Iterator[tuple[int, int, str]]:
 def activations_facts(stats: dict[str, Statistics]) -> str:
     """A line for each layer: name, calls, mean, std, and the shares that are zero, below and above the range."""
     width = max(5, *map(len, stats))
-    lines = [
-        f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"
-    ]
+    lines = [f"{'layer':{width}}  {'calls':>5}  {'mean':>8}  {'std':>8}  {'zeros':>6}  {'below':>6}  {'above':>6}"]
     for name, layer in stats.items():
         outside = layer.below, layer.above
         shares = (
@@ -190,8 +188,7 @@ def feature_maps_facts(maps: Tensor, channels: int) -> str:
         spread = f"values from {short(finite.min().item())} to {short(finite.max().item())}"
     bad = f"; NaN or infinite: {maps.numel() - finite.numel()}" if finite.numel() < maps.numel() else ""
     return (
-        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; "
-        f"the same everywhere: {flat}"
+        f"{len(maps)} of {channels} maps, {maps.shape[1]} x {maps.shape[2]}; {spread}{bad}; the same everywhere: {flat}"
     )
 
 
@@ -204,16 +201,12 @@ def feature_maps(maps: Tensor) -> str:
     maps = _shrunk(maps, (MAX_PIXELS[1] / lines, MAX_PIXELS[0] / columns))
     height, width = maps.shape[1:]
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
-    canvas = torch.full(
-        (lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan, device="cpu"
-    )
+    canvas = torch.full((lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan, device="cpu")
     for index, finite in enumerate(maps):
         known = finite[~finite.isnan()]
         low, high = (known.min(), known.max()) if known.numel() else (0.0, 0.0)
         top, left = index // columns * (height + gap_y), index % columns * (width + gap_x)
-        canvas[top : top + height, left : left + width] = (
-            (finite - low) / (high - low) if high > low else finite * 0
-        )
+        canvas[top : top + height, left : left + width] = (finite - low) / (high - low) if high > low else finite * 0
     tall = canvas.shape[0] / canvas.shape[1]
     wide = max(0.5, min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall))
     # Square pixels, unless the picture would be a line.

@@ -30,9 +30,7 @@ def drawing() -> Iterator[None]:
 
 def shortened(name: str, width: int) -> str:
     """At most `width` characters of a name, without its middle: the ends tell most layers apart."""
-    return (
-        name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - width + width // 3 + 1 :]}"
-    )
+    return name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - width + width // 3 + 1 :]}"
 
 
 def width_of(name: str) -> float:

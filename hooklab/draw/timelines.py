@@ -61,9 +61,7 @@ def svg(events: list[Event]) -> str:
         _phases(axes, events, len(rows))
         _spans(axes, events, rows, depth)
         _marks(axes, events, rows, depth)
-        axes.set_yticks(
-            range(len(rows)), [_indented(label, events) for label in rows], family="monospace", ha="left"
-        )
+        axes.set_yticks(range(len(rows)), [_indented(label, events) for label in rows], family="monospace", ha="left")
         axes.tick_params(axis="y", length=0, pad=_label_width(rows, events))
         axes.set_ylim(len(rows) - 0.4, -1.3)
         axes.set_xlim(-1, len(events))
@@ -156,17 +154,11 @@ def _spans(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> 
 
 def _marks(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> None:
     for kind, (marker, colour, filled) in STYLES.items():
-        at = [
-            (position, rows[_row(event, depth)])
-            for position, event in enumerate(events)
-            if event.kind == kind
-        ]
+        at = [(position, rows[_row(event, depth)]) for position, event in enumerate(events) if event.kind == kind]
         if at:
             size = 5 if len(events) < 150 else 3
             face = colour if filled else "white"
-            axes.plot(
-                *zip(*at, strict=True), marker, ms=size, color=colour, mfc=face, mew=0.9, label=kind, zorder=3
-            )
+            axes.plot(*zip(*at, strict=True), marker, ms=size, color=colour, mfc=face, mew=0.9, label=kind, zorder=3)
 
 
 def _indented(label: str, events: list[Event]) -> str:

@@ -180,9 +180,7 @@ class Features(Installed, Mapping[str, Any]):
         self._refuse_a_second_thread()
         if any(map(is_sharded, self._model.modules())):
             why = "a forward that stops early would leave its parameters gathered"
-            raise RuntimeError(
-                f"features.run: this model is sharded, and {why}; call the model itself instead"
-            )
+            raise RuntimeError(f"features.run: this model is sharded, and {why}; call the model itself instead")
         before, own = (self._call, self._task, self._wanted), len(self._handles)
         self._call, self._task, self._wanted = None, graph_task(), set(self._first.values())
         root = uncompiled(self._model)
@@ -266,9 +264,7 @@ class Features(Installed, Mapping[str, Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """What was kept, without the model. A copy has versions of its own, so it says which outputs are as they were."""
-        log = {
-            name: [(kept, _versions(kept) == old) for kept, old in calls] for name, calls in self._log.items()
-        }
+        log = {name: [(kept, _versions(kept) == old) for kept, old in calls] for name, calls in self._log.items()}
         return {**super().__getstate__(), "_log": log, "_model": None, "_keep": None, "_call": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

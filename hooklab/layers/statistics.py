@@ -52,13 +52,9 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
 
     # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient.
     @eager
-    def _follow(
-        self, names: list[str], arrived: Callable, module: nn.Module, args: tuple, output: Any
-    ) -> None:
+    def _follow(self, names: list[str], arrived: Callable, module: nn.Module, args: tuple, output: Any) -> None:
         """Hang a tensor hook on what a layer returns."""
-        tensors = [
-            tensor for tensor in tensors_in(output) if tensor.requires_grad and torch.is_grad_enabled()
-        ]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and torch.is_grad_enabled()]
         (self._frozen.difference_update if tensors else self._frozen.update)(names)
         for tensor in tensors:
             if _hung_already(arrived, tensor):

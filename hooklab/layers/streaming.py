@@ -114,9 +114,7 @@ class Tally:
             std = math.sqrt(spread / (n - 1)) if n > 1 else none
             binned = self._histogram.read() if self._histogram is not None else {}
             share = zeros / seen if seen else none
-            return Statistics(
-                self.calls, self.count, mean, std, low, high, share, int(nans), int(infs), **binned
-            )
+            return Statistics(self.calls, self.count, mean, std, low, high, share, int(nans), int(infs), **binned)
 
     def _unstage(self) -> None:
         staged, self._staged, self._staged_count = self._staged, {}, 0
@@ -148,9 +146,7 @@ class Histogram:
     def add(self, tensor: Tensor) -> None:
         row = torch.zeros(self.bins + 2, dtype=torch.int64, device=tensor.device)
         for piece in _pieces(tensor):  # torch.histc counts in float32, which is exact for so few
-            row = row + self._counts(
-                piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
-            )
+            row = row + self._counts(piece if piece.dtype in (torch.float32, torch.float64) else piece.float())
         if self.row_calls:
             self.rows[-1] = self.rows[-1] + row.to(self.rows[-1].device)
         else:
@@ -215,9 +211,7 @@ def _summary(wide: Tensor) -> Tensor:
 
     Count, mean, spread (the sum of squared distances from the mean) and the extremes are those of the finite entries.
     """
-    if wide.is_cpu and math.isfinite(
-        total := wide.sum().item()
-    ):  # on a GPU a look at a value would wait for it
+    if wide.is_cpu and math.isfinite(total := wide.sum().item()):  # on a GPU a look at a value would wait for it
         return _finite_summary(wide, total)
     finite = wide.isfinite()
     number = finite.sum()
@@ -244,6 +238,4 @@ def _merge(summaries: list[Tensor]) -> Tensor:
     number, off = numbers.sum(), means - means[0]  # equal means stay exactly equal
     step = (numbers * off).sum() / number.clamp(min=1)
     spread = spreads.sum() + (numbers * (off - step) ** 2).sum()
-    return torch.stack(
-        [number, means[0] + step, spread, *(each.sum() for each in counts), lows.min(), highs.max()]
-    )
+    return torch.stack([number, means[0] + step, spread, *(each.sum() for each in counts), lows.min(), highs.max()])

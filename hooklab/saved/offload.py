@@ -70,9 +70,7 @@ class Offload:
         min_bytes = refuse.count("Offload", "min_bytes", min_bytes)
         self._queue = Queue(store, keep, prefetch)
         self._model = None if model is None else weakref.ref(model)
-        self._own = _storages(
-            model
-        )  # what it owns may outlive the model, which may be a list made for this call
+        self._own = _storages(model)  # what it owns may outlive the model, which may be a list made for this call
         self._hooks = packing.installed(*_hooks(self._queue, self._own, min_bytes))
 
     @property
@@ -89,9 +87,7 @@ class Offload:
         if model is not None and any(one() is model for one in _opened.models):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         if self._queue.open:
-            raise RuntimeError(
-                "Offload: this block is open already; make another Offload for each thread and block"
-            )
+            raise RuntimeError("Offload: this block is open already; make another Offload for each thread and block")
         self._own |= _storages(model)
         self._hooks.__enter__()
         self._queue.enter()

@@ -168,8 +168,7 @@ class Start:
         self.segment, self.registered = segment, _registered(segment)
         self.buffers = {name: _copy(buffer) for name, buffer in segment.named_buffers()}
         self.parameters = {
-            name: (one, one._version, _memory(one), one.requires_grad)
-            for name, one in segment.named_parameters()
+            name: (one, one._version, _memory(one), one.requires_grad) for name, one in segment.named_parameters()
         }
         flags = ("training", "forward")  # a Sequential inside may run in segments of its own
         modules = [vars(module) for module in segment.modules()]

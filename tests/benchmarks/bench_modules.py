@@ -109,9 +109,7 @@ def time_forwards(
     assert all(len(contenders["hooklab features", number]()) == len(names) for number in range(copies))
     assert contenders["hooklab layer_statistics", 0]()[names[0]].calls > 1
     seconds = {
-        name: statistics.mean(each[name, number] for number in range(copies))
-        for name in MAKERS
-        if (name, 0) in each
+        name: statistics.mean(each[name, number] for number in range(copies)) for name in MAKERS if (name, 0) in each
     }
     return seconds, missing, unfit
 
@@ -155,10 +153,7 @@ def compare_forwards(
     if "torchinfo" in found[0]:
         for name, budget in {"hooklab verbose": 0.1, "hooklab verbose, every module": math.inf}.items():
             ratio, error = middle(
-                [
-                    (seconds[name] - seconds["plain"]) / (seconds["torchinfo"] - seconds["plain"])
-                    for seconds in found
-                ]
+                [(seconds[name] - seconds["plain"]) / (seconds["torchinfo"] - seconds["plain"]) for seconds in found]
             )
             kept.append(report(f"overhead of {name} / of torchinfo", ratio, budget, error=error))
     return kept
@@ -200,14 +195,10 @@ def time_hooks_alone(
     todo = [(name, number) for name in ("plain", *ways) for number in range(copies)]
     random.Random(seed).shuffle(todo)
     for name, number in todo:
-        contenders[name, number] = MAKERS[name](
-            without_computing(twin(model), names, x, new_outputs), names, x
-        )
+        contenders[name, number] = MAKERS[name](without_computing(twin(model), names, x, new_outputs), names, x)
     with torch.no_grad():
         each = medians(contenders, rounds=12, repeat=repeat)
-    seconds = {
-        name: statistics.mean(each[name, number] for number in range(copies)) for name in ("plain", *ways)
-    }
+    seconds = {name: statistics.mean(each[name, number] for number in range(copies)) for name in ("plain", *ways)}
     return {name: seconds[name] - seconds["plain"] for name in ways}
 
 
@@ -393,9 +384,7 @@ def main() -> bool:
     kept = gradients_of_activations()
     kept += compare_forwards("24-layer tiny MLP", mlp, 1.3, rounds=8, repeat=30, copies=5, processes=8)
     kept += compare_forwards("20-block conv net", conv_net, 1.1, rounds=16, repeat=2, copies=6, processes=8)
-    kept += compare_forwards(
-        "ResNet-50, 1x3x224x224", resnet50, 1.03, rounds=8, repeat=1, copies=3, processes=6
-    )
+    kept += compare_forwards("ResNet-50, 1x3x224x224", resnet50, 1.03, rounds=8, repeat=1, copies=3, processes=6)
     kept += hooks_alone("20-block conv net", conv_net) + hooks_alone("ResNet-50", resnet50)
     kept += early_stop() + other_modes() + growth()
     return all(kept)

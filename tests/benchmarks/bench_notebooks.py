@@ -19,17 +19,13 @@ def seconds(path: Path) -> float:
     begin = time.perf_counter()
     resources = {"metadata": {"path": str(path.parent)}}
     arguments = ["--IPKernelApp.log_level=40"]
-    NotebookClient(
-        notebook_form.read(path), timeout=120, extra_arguments=arguments, resources=resources
-    ).execute()
+    NotebookClient(notebook_form.read(path), timeout=120, extra_arguments=arguments, resources=resources).execute()
     return time.perf_counter() - begin
 
 
 def main() -> bool:
     runs = [{path: seconds(path) for path in notebook_form.paths()} for _ in range(RUNS)]
-    kept = [
-        report(path.name, statistics.median(run[path] for run in runs), BUDGET_S, "s") for path in runs[0]
-    ]
+    kept = [report(path.name, statistics.median(run[path] for run in runs), BUDGET_S, "s") for path in runs[0]]
     return all(kept)
 
 

@@ -208,9 +208,7 @@ def time_disk(seed: int) -> dict[str, dict[str, float]]:
 
 def disk() -> bool:
     """Write and read together, per tensor: after training in this process, and in new ones, where other memory is warm."""
-    return report_disk("after training", [time_disk(0)]) & report_disk(
-        "new processes", in_processes(time_disk, 8)
-    )
+    return report_disk("after training", [time_disk(0)]) & report_disk("new processes", in_processes(time_disk, 8))
 
 
 def report_disk(where: str, runs: list[dict[str, dict[str, float]]]) -> bool:
@@ -266,9 +264,7 @@ def peak_memory() -> bool:
         return True
     alone, few, many = (_peak(*what) for what in (("store", 24), ("Offload", 6), ("Offload", 48)))
     print(f"24 tensors of 32 MiB to the disk and back: peak memory grows by {alone:.2f} tensors")
-    print(
-        f"forward and backward with Offload: by {few:.2f} tensors where 6 are saved, by {many:.2f} where 48 are"
-    )
+    print(f"forward and backward with Offload: by {few:.2f} tensors where 6 are saved, by {many:.2f} where 48 are")
     kept = report("peak memory / one tensor read", alone, 1.25)
     return report("Offload: peak memory of 48 / of 6", many / few, 1.05) & kept
 

@@ -29,9 +29,7 @@ def tracing() -> bool:
     print(f"ResNet-18, 1x3x64x64, forward and backward, {torch.get_num_threads()} thread: {events} events")
     print("  " + "   ".join(f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()), end="   ")
     print(f"traced / plain {seconds['traced'] / seconds['plain']:.2f} x")
-    return report(
-        "trace, per event", (seconds["traced"] - seconds["plain"]) / events * 1e6, BUDGET_PER_EVENT_US, "us"
-    )
+    return report("trace, per event", (seconds["traced"] - seconds["plain"]) / events * 1e6, BUDGET_PER_EVENT_US, "us")
 
 
 def listing() -> bool:

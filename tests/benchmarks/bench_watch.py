@@ -41,9 +41,7 @@ def main() -> bool:
             model(batch).sum().backward()
 
     seconds = medians({"plain": plain, "by hand": by_hand, "watch": by_watch}, rounds=60, repeat=10)
-    print(
-        f"24 x (Linear, ReLU), 48 parameters watched, forward and backward, {torch.get_num_threads()} thread"
-    )
+    print(f"24 x (Linear, ReLU), 48 parameters watched, forward and backward, {torch.get_num_threads()} thread")
     print("  " + "   ".join(f"{name} {value * 1e6:.0f} us" for name, value in seconds.items()))
     return report("watch / the same hooks by hand", seconds["watch"] / seconds["by hand"], BUDGET)
 

@@ -86,9 +86,7 @@ class Task:
         self.labels = torch.randint(0, 1000, (batch,), device=self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         # Of one tensor there is no list to make kernels for: without `foreach` the host does less.
-        self.one_each = {
-            one: torch.optim.SGD([one], lr=1e-3, foreach=False) for one in self.model.parameters()
-        }
+        self.one_each = {one: torch.optim.SGD([one], lr=1e-3, foreach=False) for one in self.model.parameters()}
 
     def step(self, context: Any, update: bool = True) -> int | None:
         """Forward in that context, backward, SGD; the bytes that were moved to the host, None if nobody knows."""
@@ -325,9 +323,7 @@ def gradients_agree(task: Task, found: dict[str, Strategy], failed: dict[str, st
     return agree
 
 
-def one_step(
-    task: Task, begin: Begin, state: dict[str, torch.Tensor]
-) -> tuple[int | None, list[torch.Tensor]]:
+def one_step(task: Task, begin: Begin, state: dict[str, torch.Tensor]) -> tuple[int | None, list[torch.Tensor]]:
     task.model.load_state_dict(state)
     moved = task.step(begin(task)(), update=False)
     return moved, [parameter.grad.clone() for parameter in task.model.parameters()]
@@ -467,9 +463,7 @@ def verdict(runs: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
     }
 
 
-def run(
-    task: Task, small: Callable[[], Task], rounds: int, steps: int, only: str = ""
-) -> Iterator[dict[str, Any]]:
+def run(task: Task, small: Callable[[], Task], rounds: int, steps: int, only: str = "") -> Iterator[dict[str, Any]]:
     """The result so far, after every round. Gradients are compared on a small task, which is gone when memory counts."""
     result: dict[str, Any] = {"machine": machine(task.device)}
     result["task"] = f"{task.name}, batch {task.batch}, {task.size} x {task.size}, float32, SGD"

@@ -119,9 +119,7 @@ def test_the_palette_offers_the_languages_and_ticks_the_one_in_use(untrusted, pa
         page.keyboard.press("ControlOrMeta+Shift+C")
         page.locator(".lm-CommandPalette-input").fill("hooklab")
         expect(entries).to_have_count(4)
-        expect(page.locator(".lm-CommandPalette-item[aria-checked=true]")).to_have_text(
-            re.compile(f"^{before}")
-        )
+        expect(page.locator(".lm-CommandPalette-item[aria-checked=true]")).to_have_text(re.compile(f"^{before}"))
         page.locator(".lm-CommandPalette-itemLabel").get_by_text(label, exact=True).click()
         expect_language(page, language)
         before = label
@@ -199,9 +197,7 @@ def test_the_reader_stays_at_the_same_cell(page, folder, mode, stem):
         settled(page)
     for language in ("zh", "en", "both"):
         before = settled(page)
-        first = next(
-            number for number, top in enumerate(before) if top >= 0
-        )  # the first that begins in the window
+        first = next(number for number, top in enumerate(before) if top >= 0)  # the first that begins in the window
         assert first > 5
         button(page).click()
         assert abs(settled(page)[first] - before[first]) < 3, language

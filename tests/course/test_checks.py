@@ -85,11 +85,7 @@ def test_a_wrong_answer_is_refused_for_its_own_reason(item, reason):
 def test_each_wrong_answer_gets_a_message_of_its_own(item):
     assert len(item.wrong) >= 3
     messages = [refusal(item.id, reason) for reason in item.wrong]
-    assert (
-        len({message.zh for message in messages})
-        == len({message.en for message in messages})
-        == len(messages)
-    )
+    assert len({message.zh for message in messages}) == len({message.en for message in messages}) == len(messages)
 
 
 @pytest.mark.parametrize("item", EXERCISES, ids=by_id)
@@ -131,9 +127,7 @@ def test_the_folded_solution_in_the_notebook_passes_also_where_gradients_are_swi
 
 def test_every_check_stands_in_a_notebook():
     code = "\n".join(
-        cell.source
-        for path in notebook_form.paths()
-        for cell in notebook_form.cells(notebook_form.read(path))
+        cell.source for path in notebook_form.paths() for cell in notebook_form.cells(notebook_form.read(path))
     )
     called = re.findall(r'check\.(?:predict|exercise)\("(.+?)"', code)
     assert sorted(called) == sorted(item.id for item in EXERCISES + PREDICTIONS)
@@ -149,9 +143,7 @@ def test_every_message_holds_both_languages_with_the_same_code_in_them():
     messages += [praise(item.id) for item in EXERCISES]
     for message in messages:
         zh, en = HALVES.fullmatch(message._repr_html_()).groups()
-        assert set(re.findall(r"<code>(.*?)</code>", zh)) == set(re.findall(r"<code>(.*?)</code>", en)), (
-            message
-        )
+        assert set(re.findall(r"<code>(.*?)</code>", zh)) == set(re.findall(r"<code>(.*?)</code>", en)), message
         assert re.search(r"[\u4e00-\u9fff]", zh)
         assert not re.search(r"[\u4e00-\u9fff]", en)
         assert repr(message) == f"{message.zh}\n{message.en}"
@@ -176,9 +168,7 @@ def with_a_docstring(grad):
     """Halve it."""
 
 
-@pytest.mark.parametrize(
-    "answer", [None, ..., untouched, with_a_docstring, lambda grad: ..., lambda grad: None]
-)
+@pytest.mark.parametrize("answer", [None, ..., untouched, with_a_docstring, lambda grad: ..., lambda grad: None])
 def test_an_untouched_stub_is_not_attempted(answer):
     assert check.exercise("00.A", answer).kind == "todo"
 
@@ -397,8 +387,7 @@ def only_divisors(count, layers, budget):
     """Tries no plan in which the last segment of a layer is a shorter one."""
     sizes = [[0, *(size for size in range(1, n + 1) if n % size == 0)] for n in layers.values()]
     plans = [
-        {name: size for name, size in zip(layers, each, strict=True) if size}
-        for each in itertools.product(*sizes)
+        {name: size for name, size in zip(layers, each, strict=True) if size} for each in itertools.product(*sizes)
     ]
     fitting = [plan for plan in plans if count(plan)[1] <= budget]
     if not fitting:
@@ -775,9 +764,7 @@ class TinyIsZero(FreedWithItsSlot):
     """33.C with what is nearly 0 taken for 0."""
 
     def write(self, tensor):
-        near = (
-            tensor.abs() < 1e-12 if tensor.is_floating_point() else torch.zeros(len(tensor), dtype=torch.bool)
-        )
+        near = tensor.abs() < 1e-12 if tensor.is_floating_point() else torch.zeros(len(tensor), dtype=torch.bool)
         return super().write(tensor.masked_fill(near & ~tensor.signbit(), 0))
 
 
@@ -1097,9 +1084,7 @@ def leaves_global_hooks(model, x):
 
 
 def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
-    tables = [
-        getattr(modules, name) for name in vars(modules) if re.fullmatch(r"_global_.*ward.*_hooks", name)
-    ]
+    tables = [getattr(modules, name) for name in vars(modules) if re.fullmatch(r"_global_.*ward.*_hooks", name)]
     own = modules.register_module_forward_hook(lambda *given: None)
     try:
         before = [dict(table) for table in tables]
@@ -1110,9 +1095,7 @@ def test_a_refused_answer_leaves_no_global_hook_and_the_learners_own_stay():
         own.remove()
 
 
-@pytest.mark.parametrize(
-    "register", [modules.register_module_forward_hook, modules.register_module_full_backward_hook]
-)
+@pytest.mark.parametrize("register", [modules.register_module_forward_hook, modules.register_module_full_backward_hook])
 @pytest.mark.parametrize("exercise", ["13.B", "21.C", "22.B", "22.C", "24.A", "31.C"])
 def test_a_global_hook_of_the_learners_is_not_taken_for_the_answers(exercise, register):
     own = register(lambda *given: None)
@@ -1131,8 +1114,7 @@ def normalises_keywords(module, mean, std):
     def hook(module, args, kwargs):
         first, *rest = args
         kwargs = {
-            key: (value - mean) / std if isinstance(value, torch.Tensor) else value
-            for key, value in kwargs.items()
+            key: (value - mean) / std if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()
         }
         return ((first - mean) / std, *rest), kwargs
 
@@ -1786,9 +1768,7 @@ torch.set_default_device(None)
 print(torch.get_default_device())
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert run.stdout.splitlines() == [f"[] {len(EXERCISES)}", "right", "[]", "torch.float64 meta", "cpu"], (
-        run.stderr
-    )
+    assert run.stdout.splitlines() == [f"[] {len(EXERCISES)}", "right", "[]", "torch.float64 meta", "cpu"], run.stderr
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")

@@ -171,9 +171,7 @@ def test_importing_hooklab_imports_nothing_heavy_but_torch():
         "jupyterlab",
         "yaml",
     }
-    assert all(importlib.util.find_spec(name) for name in heavy), (
-        "the test would pass for a package that is missing"
-    )
+    assert all(importlib.util.find_spec(name) for name in heavy), "the test would pass for a package that is missing"
     assert not heavy & set(done.stdout.split())
 
 
@@ -193,9 +191,7 @@ def run_cells(*sources):
 
 def test_an_error_shows_the_lines_of_the_cells_and_tb_shows_all():
     set_up = "import torch\nfrom hooklab import lesson\nlesson.start()"
-    hook = (
-        "x = torch.ones(1, requires_grad=True)\nx.register_hook(lambda grad: grad.nope())\nx.sum().backward()"
-    )
+    hook = "x = torch.ones(1, requires_grad=True)\nx.register_hook(lambda grad: grad.nope())\nx.sum().backward()"
     short, whole, syntax = run_cells(set_up, hook, "%tb", "1 +")
     assert "----> 3 x.sum().backward()" in short
     assert "----> 2 x.register_hook(lambda grad: grad.nope())" in short
@@ -207,9 +203,7 @@ def test_an_error_shows_the_lines_of_the_cells_and_tb_shows_all():
 def test_the_line_of_a_cell_that_is_timed_is_shown():
     set_up = "import torch\nfrom hooklab import lesson\nlesson.start()\nlayer = torch.nn.Linear(2, 2)"
     timed = "x = torch.ones(3)\nlayer(x)"
-    for error in run_cells(
-        set_up, f"%%time\n{timed}", f"%%timeit -n 1 -r 1\n{timed}", "%time layer(torch.ones(3))"
-    ):
+    for error in run_cells(set_up, f"%%time\n{timed}", f"%%timeit -n 1 -r 1\n{timed}", "%time layer(torch.ones(3))"):
         assert re.search(r"<timed exec>:2|<magic-timeit>:2|<timed eval>:1", error)
         assert "module.py" not in error
 
@@ -326,9 +320,7 @@ def missing(monkeypatch, tmp_path):
 
     def ask(name, kind=NameError, known=(), cell="asked", **metadata):
         said = {"metadata": {"cellId": cell, **metadata}}
-        shell = SimpleNamespace(
-            user_ns=dict.fromkeys(known), transform_cell=TransformerManager().transform_cell
-        )
+        shell = SimpleNamespace(user_ns=dict.fromkeys(known), transform_cell=TransformerManager().transform_cell)
         shell.kernel = SimpleNamespace(get_parent=lambda channel: said)
         error = kind("a name", name=name) if kind is NameError else kind(name)
         found = errors.advice(shell, error)

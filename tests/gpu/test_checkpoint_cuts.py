@@ -96,9 +96,7 @@ def peak(starts, sizes):
 def fits(limit, sizes):
     """Whether any cut stays within `limit` bytes, checkpoints up to some module and none from there on."""
     modules, end = sizes
-    least = [end] + [float("inf")] * len(
-        modules
-    )  # least inputs held, where the modules before are in segments
+    least = [end] + [float("inf")] * len(modules)  # least inputs held, where the modules before are in segments
     for start, (size, _) in enumerate(modules):
         inputs, inner = least[start] + size, 0
         for stop in range(start, len(modules)):

@@ -74,9 +74,7 @@ def test_every_strategy_has_the_gradients_of_stock_and_its_figures(benchmark, tm
     moved = {run["name"]: run["moved_bytes"] for run in result["runs"]}
     assert moved["Offload, keep 0 GB"] > moved["Offload, keep 20 GB"]
     assert 0 < moved["segments 1/2/6/3 + Offload, keep 0 GB"] < moved["Offload, keep 0 GB"] * 0.6
-    assert (
-        0 < moved["regrouped 1/3/4/0 + Offload, keep 2 GB"] < moved["segments 1/2/6/3 + Offload, keep 2 GB"]
-    )
+    assert 0 < moved["regrouped 1/3/4/0 + Offload, keep 2 GB"] < moved["segments 1/2/6/3 + Offload, keep 2 GB"]
     assert result["link"] is None
     assert (result["left_out"], result["failed"], result["rounds"], result["steps"]) == ({}, {}, 1, 1)
     assert "verdict" not in result  # it is about a GPU
@@ -118,9 +116,7 @@ class Tiny(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.Identity()
         for name in ("layer1", "layer2", "layer3", "layer4"):
-            blocks = [
-                nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(6)
-            ]
+            blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(6)]
             setattr(self, name, nn.Sequential(*blocks))
         self.avgpool, self.fc = nn.Sequential(nn.Conv2d(4, 1000, 1), nn.AdaptiveAvgPool2d(1)), nn.Identity()
 
@@ -281,9 +277,7 @@ def test_pinned_memory_lives_for_one_turn(benchmark, cuda):
     results(benchmark, rounds=2, store=store, only="segments.*Offload")
     assert len(stores) == 2 * 2  # one for all steps of a turn
     assert set(alive) == {1}
-    assert (
-        len(left) == 2 + 3 * 3
-    )  # of the link, after the gradients, and of each: in the gradients, in two rounds
+    assert len(left) == 2 + 3 * 3  # of the link, after the gradients, and of each: in the gradients, in two rounds
     assert set(left) == {0}
 
 
@@ -514,9 +508,7 @@ def test_a_driver_without_a_name(benchmark, monkeypatch):
 
 def test_figures_are_medians_and_the_worst_peak(benchmark):
     row = {"name": "it", "first": [9.0, 4.0], "peaks": [5, 7], "reserved": [8, 6]}
-    row["steps"] = [
-        benchmark.Timed(seconds, 0.5, number, None) for number, seconds in enumerate((3.0, 1.0, 2.5, 2.0))
-    ]
+    row["steps"] = [benchmark.Timed(seconds, 0.5, number, None) for number, seconds in enumerate((3.0, 1.0, 2.5, 2.0))]
     found = benchmark.finished(row, benchmark.segments("1/0/3/0", True, benchmark.offload(2, in_flight=1)))
     assert (found["first_seconds"], found["seconds"]) == (4.0, 2.25)
     assert (found["fastest"], found["slowest"]) == (1.0, 3.0)
@@ -565,9 +557,7 @@ def shown(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[list[str], Any]]
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = {
-        cell.get("id"): "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
-    }
+    cells = {cell.get("id"): "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
     monkeypatch.setattr(plt, "show", lambda: None)
     monkeypatch.chdir(tmp_path)
 
@@ -663,25 +653,18 @@ def test_what_the_notebooks_say_is_what_was_measured():
         return f"{run['peak_allocated'] / 1e9:.{digits}f} GB", f"{run['seconds'] / stock:.2f}"
 
     def halves(notebook, cell):
-        cells = {
-            one["id"]: "".join(one["source"]) for one in json.loads(notebook.read_text("utf-8"))["cells"]
-        }
+        cells = {one["id"]: "".join(one["source"]) for one in json.loads(notebook.read_text("utf-8"))["cells"]}
         return cells[cell].split('<div lang="en">')
 
     goal = "regrouped 1/3/4/0 + Offload, keep 2 GB"
     named = f"{goal}, SGD in backward"
     before = {run["name"]: run for run in result["again"]["runs"]}
     for cell, found in (("measured-goal", runs), ("measured-varies", before)):
-        of_stock = [
-            found[named][end] / found["stock"]["seconds"] for end in ("fastest", "seconds", "slowest")
-        ]
+        of_stock = [found[named][end] / found["stock"]["seconds"] for end in ("fastest", "seconds", "slowest")]
         for half in halves(NOTEBOOK, cell):
             assert all(f"{times:.2f}" in half for times in of_stock)
     assert all(figures(named, 2)[0] in half for half in halves(NOTEBOOK, "measured-goal"))
-    spread = [
-        (found[goal]["slowest"] - found[goal]["fastest"]) / found["stock"]["seconds"]
-        for found in (runs, before)
-    ]
+    spread = [(found[goal]["slowest"] - found[goal]["fastest"]) / found["stock"]["seconds"] for found in (runs, before)]
     assert spread[0] < spread[1]  # 'steadier than before, too'
     for half in halves(NOTEBOOK, "measured-names"):
         assert f"{runs[named]['peak_reserved'] / 1e9:.1f} GB" in half
@@ -731,9 +714,7 @@ def test_the_committed_figures_are_of_the_whole_task_and_the_notebook_shows_them
     assert (result["failed"], result["left_out"]) == ({}, {})
     assert all(run["fastest"] <= run["seconds"] <= run["slowest"] for run in result["runs"])
     # Its weight comes back with other strides.
-    assert [name for name, equal in result["gradients_bit_equal"].items() if not equal] == [
-        "save_on_cpu, pinned"
-    ]
+    assert [name for name, equal in result["gradients_bit_equal"].items() if not equal] == ["save_on_cpu, pinned"]
     lines, _ = shown(result)
     stored = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}["measured-facts"]
     assert lines == "".join(stored["outputs"][0]["text"]).splitlines()

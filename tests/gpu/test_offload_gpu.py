@@ -29,9 +29,7 @@ def _deterministic(monkeypatch):
 
 
 def network(width=512, layers=12):
-    blocks = [
-        block for _ in range(layers) for block in (nn.Linear(width, width), nn.ReLU(), nn.BatchNorm1d(width))
-    ]
+    blocks = [block for _ in range(layers) for block in (nn.Linear(width, width), nn.ReLU(), nn.BatchNorm1d(width))]
     return nn.Sequential(*blocks).cuda()
 
 
@@ -139,9 +137,7 @@ def test_checkpoint_segments_and_offload_together():
     buffers = [buffer.clone() for buffer in model.buffers()]
     for buffer in model.buffers():
         buffer.zero_() if buffer.dtype == torch.long else None
-    model[1].apply(
-        lambda module: module.reset_running_stats() if isinstance(module, nn.BatchNorm1d) else None
-    )
+    model[1].apply(lambda module: module.reset_running_stats() if isinstance(module, nn.BatchNorm1d) else None)
     offload = Offload(model)
     with checkpoint_segments(model, {"1": 6}):
         found = step(model, x, offload)

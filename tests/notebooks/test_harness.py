@@ -32,9 +32,7 @@ def replace(notebook, wanted, old, new, language=None):
     """Replace `old` once in a cell's source; with a `language`, in that half alone."""
     node = cell(notebook, wanted)
     start = node.source.index(f'<div lang="{language}">') if language else 0
-    assert old in node.source[start:], (
-        f"the notebook has changed: no {old!r} in {wanted}; choose another damage"
-    )
+    assert old in node.source[start:], f"the notebook has changed: no {old!r} in {wanted}; choose another damage"
     node.source = node.source[:start] + node.source[start:].replace(old, new, 1)
 
 
@@ -97,9 +95,7 @@ RULE_DAMAGES = {
     ),
     "an address in a picture": (
         lambda notebook: (
-            cell(notebook, "graph-draw")
-            .outputs[0]
-            .data.update({"image/svg+xml": "<svg>0x7f2f4c0d3e20</svg>"})
+            cell(notebook, "graph-draw").outputs[0].data.update({"image/svg+xml": "<svg>0x7f2f4c0d3e20</svg>"})
         ),
         notebook_rules.machine_traces,
     ),
@@ -210,9 +206,7 @@ RULE_DAMAGES = {
         prose_rules.same_spans,
     ),
     "a name that has left the package": (
-        lambda notebook: replace(
-            notebook, "kept-where", "`_backward_hooks`", "`gone` in `hooklab/gradients.py`", "en"
-        ),
+        lambda notebook: replace(notebook, "kept-where", "`_backward_hooks`", "`gone` in `hooklab/gradients.py`", "en"),
         prose_rules.names_of_the_package,
     ),
     "a link edited in one language": (
@@ -224,9 +218,7 @@ RULE_DAMAGES = {
         prose_rules.glossary,
     ),
     "a paragraph dropped in one language": (
-        lambda notebook: replace(
-            notebook, "where-after", "\n\nThe gradient was computed", " The gradient was", "en"
-        ),
+        lambda notebook: replace(notebook, "where-after", "\n\nThe gradient was computed", " The gradient was", "en"),
         prose_rules.same_shape,
     ),
     "half a text dropped in one language": (
@@ -288,9 +280,7 @@ RUN_DAMAGES = {
     "grad-undefined": lambda notebook: (
         cell(notebook, "grad-undefined").outputs[0].update(evalue="name 'q' is not defined")
     ),
-    "leaves-optimizer": lambda notebook: (
-        cell(notebook, "leaves-optimizer").outputs[0].update(ename="TypeError")
-    ),
+    "leaves-optimizer": lambda notebook: cell(notebook, "leaves-optimizer").outputs[0].update(ename="TypeError"),
     "graph-draw": lambda notebook: cell(notebook, "graph-draw").outputs[0].data.pop("image/svg+xml"),
     "graph-facts": lambda notebook: stream(notebook, "graph-facts").update(text="x (4) -> AccumulateGrad\n"),
     "leaves-table": lambda notebook: replace(
@@ -358,9 +348,7 @@ def test_a_run_notices_what_cannot_be_run_again(tmp_path):
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell("## 1 一 · One"))
         nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
     # Each fails in the last cell: before it all was well.
-    assert failing(tmp_path, again="1") == [
-        (stem, "last") for stem in ("not_judged", "not_late", "not_twice")
-    ]
+    assert failing(tmp_path, again="1") == [(stem, "last") for stem in ("not_judged", "not_late", "not_twice")]
 
 
 def test_a_run_notices_what_depends_on_pretrained_weights(tmp_path):
@@ -409,9 +397,7 @@ def test_refresh_says_what_ended_a_run(source, said, tmp_path, monkeypatch, caps
 
     notebook = damaged(tmp_path, spoil)
     if source is None:
-        notebook.path.write_text(
-            "<<<<<<< HEAD\n" + notebook.path.read_text(encoding="utf-8"), encoding="utf-8"
-        )
+        notebook.path.write_text("<<<<<<< HEAD\n" + notebook.path.read_text(encoding="utf-8"), encoding="utf-8")
     before = notebook.path.read_bytes()
     for name in ("JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, os.environ[name])
@@ -444,11 +430,7 @@ def in_pieces(output):
     """A stream as a kernel may send it: a line at a time, and the end of a line by itself."""
     if output.output_type != "stream":
         return [output]
-    return [
-        nbformat.from_dict({**output, "text": part})
-        for line in output.text.splitlines()
-        for part in (line, "\n")
-    ]
+    return [nbformat.from_dict({**output, "text": part}) for line in output.text.splitlines() for part in (line, "\n")]
 
 
 def test_which_stream_comes_first_does_not_matter():

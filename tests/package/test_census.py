@@ -70,9 +70,7 @@ def test_hooks_on_a_tensor_are_found_with_retain_grad_and_multi_grad_hooks():
     graph.register_multi_grad_hook([y], spy, mode="any")
     place = "the tensor"
     multi = ("multi-grad hook", place, "spy")
-    assert sorted(listed(y)) == sorted(
-        [("tensor hook", place, "spy"), multi, multi, ("retain_grad", place, "")]
-    )
+    assert sorted(listed(y)) == sorted([("tensor hook", place, "spy"), multi, multi, ("retain_grad", place, "")])
 
 
 def test_hooks_on_an_optimizer_are_found(net):
@@ -120,10 +118,7 @@ def test_options_file_and_line_are_told(net):
     assert forward.options == ("with_kwargs", "always_call")
     assert pre.options == ("with_kwargs",)
     assert (forward.file, forward.line) == (spy.__code__.co_filename, spy.__code__.co_firstlineno)
-    assert (
-        str(forward)
-        == f"forward hook on 0: spy (test_census.py, line {forward.line}) [with_kwargs, always_call]"
-    )
+    assert str(forward) == f"forward hook on 0: spy (test_census.py, line {forward.line}) [with_kwargs, always_call]"
 
 
 class Callable:
@@ -356,9 +351,7 @@ def test_a_wrapper_that_only_calls_itself_an_optimizer_is_refused():
             self.inner = inner
 
     inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(
-        TypeError, match="Wrapper is a wrapper without hooks of its own; ask the optimizer inside it"
-    ):
+    with pytest.raises(TypeError, match="Wrapper is a wrapper without hooks of its own; ask the optimizer inside it"):
         hooks_on(Wrapper(inner))
 
 

@@ -188,9 +188,7 @@ def test_a_trace_says_of_every_compiled_part_that_it_is_one(model, how):
 def test_one_graph_for_all_is_refused_with_the_way_out(model, x, install):
     with (
         install(model, "1"),
-        pytest.raises(
-            torch._dynamo.exc.Unsupported, match=r"hooks of hooklab.*compile without fullgraph=True"
-        ),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"hooks of hooklab.*compile without fullgraph=True"),
     ):
         torch.compile(model, backend="eager", fullgraph=True)(x)
 

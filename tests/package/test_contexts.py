@@ -152,9 +152,7 @@ def test_what_a_forked_child_saves_stays_in_its_memory():
             moved = offload.moved_bytes
             y = torch.ones(4, requires_grad=True).exp()
             # Without a backward: it is refused where an earlier one has started threads that are not in the child.
-            return 7 * (
-                offload.moved_bytes == moved and torch.equal(y.grad_fn._saved_result, torch.ones(4).exp())
-            )
+            return 7 * (offload.moved_bytes == moved and torch.equal(y.grad_fn._saved_result, torch.ones(4).exp()))
 
         child = forked(save)
     assert exit_status(child) == 7

@@ -15,9 +15,7 @@ from hooklab._support.nested import tensors_in
 
 def test_no_module_of_torch_nn_is_missing():
     every = {
-        name
-        for name in dir(nn)
-        if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Module)
+        name for name in dir(nn) if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Module)
     }
     assert every - SAMPLES.keys() - ABSTRACT.keys() == set()
     assert not SAMPLES.keys() & ABSTRACT.keys()
@@ -44,11 +42,7 @@ def run(layer, inputs):
     outputs = [tensor for tensor in tensors_in(layer(*inputs)) if isinstance(tensor, torch.Tensor)]
     leaves = [tensor for tensor in (*inputs, *layer.parameters()) if tensor.requires_grad]
     total = sum(output.double().sum() for output in outputs if output.requires_grad)
-    grads = (
-        torch.autograd.grad(total, leaves, allow_unused=True)
-        if isinstance(total, torch.Tensor) and leaves
-        else ()
-    )
+    grads = torch.autograd.grad(total, leaves, allow_unused=True) if isinstance(total, torch.Tensor) and leaves else ()
     with torch.no_grad():
         for name, buffer in layer.named_buffers():  # running statistics: the next run starts from the same
             buffer.copy_(state[name])

@@ -291,9 +291,7 @@ def test_one_bound_without_a_name_is_refused_and_both_meanings_are_spelled(model
 def test_a_hook_for_tensors_says_so_where_it_was_hung_on_a_module(hook, register):
     layer = nn.Linear(2, 1)
     getattr(layer, register)(hook)
-    with pytest.raises(
-        TypeError, match=r"expected the gradient of one tensor, found Linear, .*tensor\.register_hook"
-    ):
+    with pytest.raises(TypeError, match=r"expected the gradient of one tensor, found Linear, .*tensor\.register_hook"):
         layer(torch.ones(1, 2))
 
 
@@ -377,9 +375,7 @@ def gradients(model, scale=100.0):
     return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "bounds", [{"min": -0.5, "max": 0.5}, {"max": 0.1}, {"min": 0.0}, {"min": 1, "max": 1}]
-)
+@pytest.mark.parametrize("bounds", [{"min": -0.5, "max": 0.5}, {"max": 0.1}, {"min": 0.0}, {"min": 1, "max": 1}])
 def test_one_backward_gives_what_clamping_afterwards_gives(model, bounds):
     plain = gradients(model)
     with clip_gradients(model, **bounds):

@@ -63,11 +63,7 @@ class Tree(nn.Module):
 
 
 wraps, booleans = st.sampled_from(sorted(WRAPS)), st.booleans()
-steps = (
-    st.sampled_from(sorted(STEPS))
-    | st.sampled_from(sorted(STEPS))
-    | st.sampled_from([*sorted(STEPS), "fail"])
-)
+steps = st.sampled_from(sorted(STEPS)) | st.sampled_from(sorted(STEPS)) | st.sampled_from([*sorted(STEPS), "fail"])
 leaves = st.builds(Leaf, steps, wraps)
 trees = st.recursive(
     leaves,
@@ -174,9 +170,7 @@ def test_run_stops_with_everything_that_was_asked_for(model, data):
         f.run(inputs())
     assert set(f) == set(names)
     assert plain is Failure or not any("failed" in line for line in lines)
-    last_needed = max(
-        next(index for index, (name, _) in enumerate(calls) if name == wanted) for wanted in names
-    )
+    last_needed = max(next(index for index, (name, _) in enumerate(calls) if name == wanted) for wanted in names)
     assert len(lines) == last_needed + 1
 
 
@@ -205,9 +199,7 @@ def by_hand_with_versions(model, x):
 
         def hook(module, args, output, name=name):
             tensors = list(tensors_in(output))
-            calls.append(
-                (name, tensors, [t._version for t in tensors], [t.detach().clone() for t in tensors])
-            )
+            calls.append((name, tensors, [t._version for t in tensors], [t.detach().clone() for t in tensors]))
 
         handles.append(module.register_forward_hook(hook))
     with contextlib.suppress(Failure):

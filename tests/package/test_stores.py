@@ -359,9 +359,7 @@ def test_a_full_disk_is_named_with_the_bytes_wanted_and_free(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", short_and_full(1000))
         patch.setattr(shutil, "disk_usage", lambda where: SimpleNamespace(free=12_345))
-        with pytest.raises(
-            OSError, match=r"no room in .*small: 4,000,000 bytes wanted, 12,345 free"
-        ) as error:
+        with pytest.raises(OSError, match=r"no room in .*small: 4,000,000 bytes wanted, 12,345 free") as error:
             store.write(torch.ones(1_000_000))
     assert error.value.errno == errno.ENOSPC
     assert str(tmp_path) in str(error.value)
@@ -375,9 +373,7 @@ def test_a_full_disk_is_named_with_the_bytes_wanted_and_free(tmp_path, monkeypat
 def test_a_file_that_may_not_grow_further_is_named(tmp_path, monkeypatch):
     store = Disk(tmp_path)
     monkeypatch.setattr(os, "pwrite", short_and_full(1000, errno.EFBIG))
-    with pytest.raises(
-        OSError, match=r"a file may not grow further \(see ulimit -f\) in .*: 4,000 bytes"
-    ) as error:
+    with pytest.raises(OSError, match=r"a file may not grow further \(see ulimit -f\) in .*: 4,000 bytes") as error:
         store.write(torch.ones(1_000))
     assert error.value.errno == errno.EFBIG
 

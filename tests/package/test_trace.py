@@ -19,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hooklab import hooks_on, no_leftovers, trace
 
 SEES_NEW_NODES = hasattr(graph, "node_creation_hook")
-sees_new_nodes = pytest.mark.skipif(
-    not SEES_NEW_NODES, reason="this PyTorch cannot show Nodes as they are made"
-)
+sees_new_nodes = pytest.mark.skipif(not SEES_NEW_NODES, reason="this PyTorch cannot show Nodes as they are made")
 
 
 @pytest.fixture
@@ -116,9 +114,7 @@ def test_a_training_step_shows_every_kind_in_its_phase(net, batch):
         net(batch).sum().backward()
         optimizer.step()
     assert set(kinds(traced.phase("forward"))) == {"forward pre-hook", "forward hook", "pack"}
-    assert {"Node pre-hook", "Node hook", "unpack", "post-accumulate-grad hook"} <= set(
-        kinds(traced.phase("backward"))
-    )
+    assert {"Node pre-hook", "Node hook", "unpack", "post-accumulate-grad hook"} <= set(kinds(traced.phase("backward")))
     assert kinds(traced.phase("step")) == ["optimizer step pre-hook", "optimizer step post-hook"]
     accumulated = [event.where for event in traced.events if event.kind == "post-accumulate-grad hook"]
     assert sorted(accumulated) == sorted(name for name, _ in net.named_parameters())
@@ -139,10 +135,7 @@ def test_backward_goes_through_the_modules_from_last_to_first(net, batch):
 def test_what_is_unpacked_was_packed_with_the_same_shape(net, batch):
     with trace(net) as traced:
         net(batch).sum().backward()
-    shapes = {
-        kind: sorted(event.shape for event in traced.events if event.kind == kind)
-        for kind in ("pack", "unpack")
-    }
+    shapes = {kind: sorted(event.shape for event in traced.events if event.kind == kind) for kind in ("pack", "unpack")}
     assert shapes["unpack"]
     assert shapes["pack"] == shapes["unpack"]
 
@@ -422,9 +415,7 @@ def test_a_checkpointed_block_shows_its_second_forward_as_recompute(batch):
     block = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
     with no_leftovers(block), trace(block) as traced:
         checkpoint(block, batch.requires_grad_(), use_reentrant=False).sum().backward()
-    fired = [
-        (event.phase, event.kind, event.where) for event in traced.events if event.kind.startswith("forward ")
-    ]
+    fired = [(event.phase, event.kind, event.where) for event in traced.events if event.kind.startswith("forward ")]
     assert [where for phase, kind, where in fired if (phase, kind) == ("forward", "forward hook")] == [
         "0",
         "1",
@@ -485,9 +476,7 @@ def test_two_forwards_in_one_backward_have_backwards_of_their_own():
         (model(torch.ones(1, 2)).sum() + model(torch.ones(1, 2)).sum()).backward()
     once = ["begins Sequential", "begins 1", "ends 1", "begins 0", "ends 0", "ends Sequential"]
     inferred = [
-        f"{event.kind.removeprefix('module backward ')} {event.where}"
-        for event in log.events
-        if event.inferred
+        f"{event.kind.removeprefix('module backward ')} {event.where}" for event in log.events if event.inferred
     ]
     assert Counter(inferred) == Counter(once * 2)
     for where in ("1", "0"):  # the second begins after the first has ended
@@ -678,9 +667,7 @@ def test_a_pre_hook_that_raises_and_is_handled_does_not_disturb_the_rest():
     net = Careful()
     with trace(net) as traced:
         net(torch.ones(1, 2))
-    seen = [
-        (event.kind, event.where) for event in traced.phase("forward") if event.kind.startswith("forward")
-    ]
+    seen = [(event.kind, event.where) for event in traced.phase("forward") if event.kind.startswith("forward")]
     assert seen == [
         ("forward pre-hook", "Careful"),
         ("forward raised", "first"),
@@ -770,9 +757,7 @@ def test_inference_mode_has_events_too(traced):
     with torch.inference_mode(), trace(**what) as events:
         if "model" in what:
             what["model"](torch.ones(1, 2))
-    assert [event.kind for event in events.events] == (
-        ["forward pre-hook", "forward hook"] if "model" in what else []
-    )
+    assert [event.kind for event in events.events] == (["forward pre-hook", "forward hook"] if "model" in what else [])
 
 
 def test_a_lazy_layer_is_traced_but_for_the_parameters_it_makes():
@@ -789,9 +774,7 @@ def test_a_lazy_layer_is_traced_but_for_the_parameters_it_makes():
 
 
 def test_a_part_that_is_called_by_itself_begins_a_forward():
-    model = nn.ModuleDict(
-        {"encoder": nn.Linear(2, 2), "decoder": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}
-    )
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     with trace(model) as events:
         for _ in range(2):
             model["decoder"](model["encoder"](torch.ones(1, 2)))

@@ -62,9 +62,7 @@ def test_dependabot_looks_at_actions_once_a_week_and_at_nothing_else():
 
 
 def test_hooks_before_a_commit_run_the_ruff_of_the_project_and_strip_no_output():
-    hooks = {
-        hook["id"]: hook for repo in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]
-    }
+    hooks = {hook["id"]: hook for repo in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]}
     assert "nbstripout" not in hooks
     assert {"ruff", "ruff-format", "check-merge-conflict", "check-added-large-files"} <= hooks.keys()
     assert all(hooks[name]["entry"].startswith("uv run ") for name in ("ruff", "ruff-format"))

@@ -75,9 +75,7 @@ def test_a_readme_gives_the_two_commands_and_every_notebook(readme):
         assert sum(cell.metadata.get("minutes", 0) for cell in cells) == int(minutes[stem]), stem
 
 
-@pytest.mark.parametrize(
-    "pair", [("README.md", "README.zh-CN.md"), ("CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md")]
-)
+@pytest.mark.parametrize("pair", [("README.md", "README.zh-CN.md"), ("CONTRIBUTING.md", "CONTRIBUTING.zh-CN.md")])
 def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(pair):
     english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in pair)
     for pattern in (r"```\w*\n.*?```", r"^#+ ", r"^\|", r"^!\["):
@@ -92,15 +90,11 @@ def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(pai
 
 def test_every_target_of_the_makefile_that_a_readme_names_exists():
     named = {
-        target
-        for path in DOCUMENTS
-        for target in re.findall(r"\bmake ([a-z-]+)\b", path.read_text(encoding="utf-8"))
+        target for path in DOCUMENTS for target in re.findall(r"\bmake ([a-z-]+)\b", path.read_text(encoding="utf-8"))
     }
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"lab", "test", "refresh"} <= named & targets
-    assert {
-        target for target in named if target in {"sure", "it", "them", "one"} or target in targets
-    } == named
+    assert {target for target in named if target in {"sure", "it", "them", "one"} or target in targets} == named
 
 
 def test_the_table_of_sources_is_up_to_date():
@@ -132,14 +126,10 @@ def test_a_topic_of_the_inventory_says_the_same_in_both_languages(entry):
 
 
 def test_an_inventory_entry_belongs_to_one_notebook_and_is_listed_once():
-    ids = [
-        source for entry in sources_table.entries() for source in (entry["id"], entry.get("also")) if source
-    ]
+    ids = [source for entry in sources_table.entries() for source in (entry["id"], entry.get("also")) if source]
     assert len(ids) == len(set(ids)) == 75
     planned = {stem[:2]: stem for stem in (entry["notebook"] for entry in sources_table.entries())}
-    assert all(planned.get(stem[:2], stem) == stem for stem in CHAPTERS), (
-        "a notebook is named otherwise than planned"
-    )
+    assert all(planned.get(stem[:2], stem) == stem for stem in CHAPTERS), "a notebook is named otherwise than planned"
 
 
 # ---- the language switch ----
@@ -187,9 +177,7 @@ def test_the_map_links_to_every_notebook_there_is():
         assert {Path(target).stem for target in LINK.findall(half)} == CHAPTERS - {"00_start_here"}
 
 
-LONG_STEMS = [
-    pytest.param(stem, marks=pytest.mark.long) for stem in sorted(CHAPTERS - {"11_reading_gradients"})
-]
+LONG_STEMS = [pytest.param(stem, marks=pytest.mark.long) for stem in sorted(CHAPTERS - {"11_reading_gradients"})]
 
 
 @pytest.mark.parametrize("stem", ["11_reading_gradients", *LONG_STEMS])
@@ -231,9 +219,9 @@ def test_slides_in_one_language_hold_nothing_of_the_other(language):
     """As the README says: a column for every section all the same, and every message of a check."""
     source = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
     html, both = (
-        SlidesExporter(
-            config=Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{name}"]}})
-        ).from_filename(str(source))[0]
+        SlidesExporter(config=Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{name}"]}})).from_filename(
+            str(source)
+        )[0]
         for name in (language, "Both")
     )
     page, whole = (
@@ -263,9 +251,7 @@ def test_a_slide_below_a_guess_has_the_explanation_and_below_an_exercise_nothing
     for question in predicted:
         assert " ".join(question.en.replace("`", "").split()) in unescape(text)
     assert "Not attempted yet" not in text
-    script, _ = ScriptExporter(config=Config({"ScriptExporter": config["SlidesExporter"]})).from_filename(
-        source
-    )
+    script, _ = ScriptExporter(config=Config({"ScriptExporter": config["SlidesExporter"]})).from_filename(source)
     assert "check.predict(" in script
 
 

@@ -62,9 +62,7 @@ def find_browser(playwright) -> str:
         paths.append(playwright.chromium.executable_path)
     for path in filter(None, paths):
         return path
-    give_up(
-        "no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME"
-    )
+    give_up("no browser: install Chromium or Chrome, or run `playwright install chromium`, or set HOOKLAB_CHROME")
 
 
 def give_up(why: str) -> NoReturn:
@@ -132,9 +130,7 @@ def end(process) -> None:
 def ask(page, function: str, argument=None):
     """What a JavaScript function answers; `app` is JupyterLab, `panel` the notebook in front."""
     call = f"({function})(jupyterapp, jupyterapp.shell.currentWidget, argument)"
-    late = (
-        f"new Promise((_, no) => setTimeout(no, {DEADLINE * 1000}, new Error('no answer in {DEADLINE} s')))"
-    )
+    late = f"new Promise((_, no) => setTimeout(no, {DEADLINE * 1000}, new Error('no answer in {DEADLINE} s')))"
     # Chromium knows the promise that it waits for by a weak reference alone, and loses it at times on a busy machine.
     asked = f"argument => window.hooklabAsked = Promise.race([{call}, {late}])"
     try:
@@ -177,9 +173,7 @@ def wait_for_kernel(page) -> None:
 
 def close_notebook(page) -> None:
     """And end its kernel: who opens the notebook again while that goes on is given the kernel that dies."""
-    session = ask(
-        page, "(app, panel) => { const { id } = panel.sessionContext.session; panel.dispose(); return id; }"
-    )
+    session = ask(page, "(app, panel) => { const { id } = panel.sessionContext.session; panel.dispose(); return id; }")
     ask(page, "async (app, _, id) => { await app.serviceManager.sessions.shutdown(id); }", session)
 
 
@@ -291,9 +285,7 @@ def photograph(page, name: str) -> None:
     page.wait_for_timeout(500)  # ms: after a switch of the language the place is kept for a moment
     scroller = page.locator(f"{FRONT} .jp-WindowedPanel-outer")
     box = scroller.bounding_box()
-    for number, top in enumerate(
-        range(0, scroller.evaluate("it => it.scrollHeight"), int(box["height"])), start=1
-    ):
+    for number, top in enumerate(range(0, scroller.evaluate("it => it.scrollHeight"), int(box["height"])), start=1):
         # The last slice cannot be scrolled up to the top: its upper part was on the picture before.
         known = top - scroller.evaluate("(it, top) => { it.scrollTop = top; return it.scrollTop; }", top)
         clip = box | {"y": box["y"] + known, "height": box["height"] - known}
@@ -324,9 +316,7 @@ def stored_texts(outputs: list[dict]) -> list[str]:
         elif output.get("name") == "stdout":
             texts.append("".join(output["text"]))
         elif "text/html" in data:
-            texts.append(
-                html.unescape(re.sub(r"(?s)<style.*?</style>|<[^>]+>", "", "".join(data["text/html"])))
-            )
+            texts.append(html.unescape(re.sub(r"(?s)<style.*?</style>|<[^>]+>", "", "".join(data["text/html"]))))
         elif not stored_pictures([output]):
             texts.append("".join(data.get("text/plain", "")))
     return [words(text) for text in texts]

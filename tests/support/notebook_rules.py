@@ -24,9 +24,7 @@ TAGS = {
 }  # fmt: skip
 SETUP = "from hooklab import lesson\n\nlesson.start()"
 # A path (not a closing tag, not the tail of an address on the web), a Windows path, an object's address.
-MACHINE = re.compile(
-    r"(?<![\w<:/.])/(?:[\w.+-]+/)+[\w.+-]*|\b[A-Z]:\\\w|0x[0-9a-f]{6,}|ipykernel_\d|<ipython-input"
-)
+MACHINE = re.compile(r"(?<![\w<:/.])/(?:[\w.+-]+/)+[\w.+-]*|\b[A-Z]:\\\w|0x[0-9a-f]{6,}|ipykernel_\d|<ipython-input")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -140,11 +138,7 @@ def links(notebook: Notebook) -> Iterator[str]:
     for cell in notebook.cells:
         for target in LINK.findall(cell.source) if not cell.is_code else ():
             path = target.partition("#")[0]
-            if (
-                not re.match(r"https?://|mailto:", target)
-                and path
-                and not (notebook_form.NOTEBOOKS / path).exists()
-            ):
+            if not re.match(r"https?://|mailto:", target) and path and not (notebook_form.NOTEBOOKS / path).exists():
                 yield f"{cell.id}: dead link {target}"
 
 
@@ -187,11 +181,7 @@ def parts(notebook: Notebook) -> Iterator[str]:
         yield f"{second.id}: no question that recalls the notebook before ('回想一下', 'Recall')"
     wanted = [*([] if begins else ["When not to"]), "Recap", "Exercises"]
     headings = [
-        line
-        for cell in notebook.cells
-        if not cell.is_code
-        for line in cell.source.splitlines()
-        if line[:3] == "## "
+        line for cell in notebook.cells if not cell.is_code for line in cell.source.splitlines() if line[:3] == "## "
     ]
     found = [name for heading in headings for name in wanted if f"· {name}" in heading]
     if found[-len(wanted) :] != wanted:
@@ -210,8 +200,7 @@ def parts(notebook: Notebook) -> Iterator[str]:
 
 def practice(notebook: Notebook) -> Iterator[str]:
     calls = {
-        name: [cell for cell in notebook.code if f"check.{name}(" in cell.source]
-        for name in ("predict", "exercise")
+        name: [cell for cell in notebook.code if f"check.{name}(" in cell.source] for name in ("predict", "exercise")
     }
     if len(calls["predict"]) < 2:
         yield f"{len(calls['predict'])} predict-then-run cells; at least two"
@@ -237,9 +226,7 @@ def slides(notebook: Notebook) -> Iterator[str]:
 
 
 def _states_facts(cell: Cell) -> bool:
-    return "facts" in cell.tags and any(
-        text.strip() for output in cell.outputs for text in notebook_form.texts(output)
-    )
+    return "facts" in cell.tags and any(text.strip() for output in cell.outputs for text in notebook_form.texts(output))
 
 
 def _sections(cells: list[Cell]) -> list[list[Cell]]:

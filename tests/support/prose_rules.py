@@ -69,9 +69,7 @@ def length(notebook) -> Iterator[str]:
 def same_spans(notebook) -> Iterator[str]:
     for cell, zh, en in _pairs(notebook):
         for what, pattern in (("code", SPAN), ("formulas", FORMULA), ("code blocks", FENCE)):
-            left, right = (
-                set(pattern.findall(half if pattern is FENCE else FENCE.sub("", half))) for half in (zh, en)
-            )
+            left, right = (set(pattern.findall(half if pattern is FENCE else FENCE.sub("", half))) for half in (zh, en))
             if left != right:
                 yield f"{cell.id}: {what} in one language only: {sorted(left ^ right)}"
 
@@ -112,10 +110,7 @@ def names_of_the_package(notebook) -> Iterator[str]:
 
 def folds(notebook) -> Iterator[str]:
     for cell in _prose(notebook):
-        if any(
-            "`" in summary or "**" in summary
-            for summary in re.findall(r"<summary>(.*?)</summary>", cell.source)
-        ):
+        if any("`" in summary or "**" in summary for summary in re.findall(r"<summary>(.*?)</summary>", cell.source)):
             yield f"{cell.id}: Markdown is not rendered inside <summary>; write <code>…</code>"
 
 

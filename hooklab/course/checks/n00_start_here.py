@@ -243,9 +243,7 @@ def _examine_failing(answer, name):
 
 def left_behind(model, name, x):
     shapes = []
-    model.get_submodule(name).register_forward_hook(
-        lambda module, args, output: shapes.append(tuple(output.shape))
-    )
+    model.get_submodule(name).register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
     return model(x), shapes[0]
 
 
@@ -294,9 +292,7 @@ def removed_others(model, name, x):
 def returned_the_shape(model, name, x):
     shapes = {}
     child = model.get_submodule(name)
-    handle = child.register_forward_hook(
-        lambda module, args, output: shapes.setdefault("shape", output.shape)
-    )
+    handle = child.register_forward_hook(lambda module, args, output: shapes.setdefault("shape", output.shape))
     try:
         return model(x), shapes["shape"]
     finally:
@@ -344,9 +340,7 @@ def clears_after_an_error(model, name, x):
 
 
 def by_the_end_of_the_name(model, name, x):
-    return peek(
-        model, next(full for full, _ in reversed(list(model.named_modules())) if full.endswith(name)), x
-    )
+    return peek(model, next(full for full, _ in reversed(list(model.named_modules())) if full.endswith(name)), x)
 
 
 PEEK = Exercise(

@@ -274,9 +274,7 @@ def only_last(tensor):
 
 def read_dot_grad(tensor):
     gradients = []
-    tensor.register_hook(
-        lambda grad: gradients.append(None if tensor.is_leaf else tensor.__dict__.get("grad"))
-    )
+    tensor.register_hook(lambda grad: gradients.append(None if tensor.is_leaf else tensor.__dict__.get("grad")))
     return gradients
 
 

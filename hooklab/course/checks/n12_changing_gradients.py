@@ -187,9 +187,7 @@ CAP = Exercise(
         "nan_at_zero": lambda limit: lambda grad: grad / grad.norm() * grad.norm().clamp(max=limit),
         "wrong_length": lambda limit: lambda grad: grad / grad.norm() if grad.norm() > limit else grad,
         "wrong_direction": cap_rows,
-        "unchanged": lambda limit: (
-            lambda grad: grad * (limit / grad.norm()) if (grad.abs() > limit).any() else grad
-        ),
+        "unchanged": lambda limit: lambda grad: grad * (limit / grad.norm()) if (grad.abs() > limit).any() else grad,
         "wrong_shape": lambda limit: lambda grad: grad.norm().clamp(max=limit),
         "wrong_type": lambda limit: lambda grad: min(limit, grad.norm().item()),
     },
@@ -453,9 +451,7 @@ def decay_first_only(model, strength):
 
 
 def decay_frozen_too(model, strength):
-    return [
-        param.register_hook(lambda grad, param=param: grad + strength * param) for param in model.parameters()
-    ]
+    return [param.register_hook(lambda grad, param=param: grad + strength * param) for param in model.parameters()]
 
 
 def decay_unfrozen(model, strength):
@@ -515,9 +511,7 @@ DECAY = Exercise(
         "asks_for_grad": decay_where_grad,
         "no_hooks": lambda model, strength: [] if decay(model, strength) else None,
         "nothing_added": decay_without_return,
-        "replaced": lambda model, strength: _hang(
-            model, lambda param: lambda grad: strength * param.detach()
-        ),
+        "replaced": lambda model, strength: _hang(model, lambda param: lambda grad: strength * param.detach()),
         "stale": decay_stale,
         "last_one": decay_last_one,
         "missed": decay_first_only,

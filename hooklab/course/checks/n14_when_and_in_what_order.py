@@ -564,9 +564,7 @@ def two_kinds(function, model):
 
     def there():
         found = [(name, key) for name, module in model.named_modules() for key in module._forward_hooks]
-        return found + [
-            (name, key) for name, param in model.named_parameters() for key in param._backward_hooks or ()
-        ]
+        return found + [(name, key) for name, param in model.named_parameters() for key in param._backward_hooks or ()]
 
     before = there()
     function(model)
@@ -930,18 +928,14 @@ FINAL_GRADIENT = Exercise(
         "after_storing": partial(_with_node_hook, double=False),
         "changed_leaf": partial(_with_node_hook, double=True),
         "too_early": too_early,
-        "too_late": _with_node(
-            lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(got[0]))
-        ),
+        "too_late": _with_node(lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(got[0]))),
         "accumulated": accumulated,
         "leaf_has_no_grad_fn": by_grad_fn,
         "wrong_output": _with_node(
             lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0]))
         ),
         "whole_tuple": _with_node(lambda node, tensor, seen: node.register_prehook(seen.append)),
-        "no_copy": _with_node(
-            lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(given[0]))
-        ),
+        "no_copy": _with_node(lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(given[0]))),
         "wrong_values": _with_node(
             lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0].sum()))
         ),

@@ -286,9 +286,7 @@ def of_group(measure, **options):
 
     def answer(tensors):
         norms = []
-        handle = register_multi_grad_hook(
-            tensors, lambda grads: norms.append(measure(grads, tensors)), **options
-        )
+        handle = register_multi_grad_hook(tensors, lambda grads: norms.append(measure(grads, tensors)), **options)
         return norms, handle
 
     return answer
@@ -1075,22 +1073,14 @@ STEP_EVERY = Exercise(
         "never": stepping(lambda calls, param, count: calls[param] == count),
         "others_updated": one_for_all,
         "some_moved": weights_only,
-        "no_handles": lambda model, make_optimizer, count: print(
-            len(step_every(model, make_optimizer, count))
-        ),
+        "no_handles": lambda model, make_optimizer, count: print(len(step_every(model, make_optimizer, count))),
         "raised": lambda model, make_optimizer, count: with_frozen(model, make_optimizer),
         "one_moved": lambda model, make_optimizer, count: late_binding(model, make_optimizer, count),
-        "unfrozen": lambda model, make_optimizer, count: step_every(
-            model.requires_grad_(True), make_optimizer, count
-        ),
+        "unfrozen": lambda model, make_optimizer, count: step_every(model.requires_grad_(True), make_optimizer, count),
         "one_count": one_count_of_backwards,
         "shared_optimizer": a_hook_on_the_first,
-        "other_items": lambda model, make_optimizer, count: list(
-            enumerate(step_every(model, make_optimizer, count))
-        ),
-        "same_object": lambda model, make_optimizer, count: into_one_list(
-            step_every(model, make_optimizer, count)
-        ),
+        "other_items": lambda model, make_optimizer, count: list(enumerate(step_every(model, make_optimizer, count))),
+        "same_object": lambda model, make_optimizer, count: into_one_list(step_every(model, make_optimizer, count)),
         "not_removed": every_twice,
         "latest_call": every_by_the_latest,
     },

@@ -721,9 +721,7 @@ def noise_for_ever(module, std):
 def noise_by_global(module, std):
     _numbers.update(std=std)
     return module.register_forward_hook(
-        lambda module, args, output: (
-            output + _numbers["std"] * torch.randn_like(output) if module.training else None
-        )
+        lambda module, args, output: output + _numbers["std"] * torch.randn_like(output) if module.training else None
     )
 
 
@@ -758,9 +756,7 @@ ADD_NOISE = Exercise(
         "shared": _noise_hook(lambda output, std: output + std * torch.randn(1)),
         "wrong_mean": _noise_hook(lambda output, std: output + std * torch.rand_like(output)),
         "wrong_std": _noise_hook(lambda output, std: output + torch.randn_like(output)),
-        "not_normal": _noise_hook(
-            lambda output, std: output + (torch.rand_like(output) - 0.5) * (12**0.5) * std
-        ),
+        "not_normal": _noise_hook(lambda output, std: output + (torch.rand_like(output) - 0.5) * (12**0.5) * std),
         "wrong_dtype": _noise_hook(lambda output, std: output + std * torch.randn(output.shape)),
         "wrong_type": _noise_hook(lambda output, std: (output + std * torch.randn_like(output),)),
         "wrong_shape": _noise_hook(lambda output, std: output + std * torch.randn(1, *output.shape)),
@@ -1102,9 +1098,7 @@ def _shapes_by_hand(keep=None, layers=None, run=None, remove=None):
 
             return hook
 
-        chosen = (
-            layers(model) if layers else [(n, m) for n, m in model.named_modules() if not list(m.children())]
-        )
+        chosen = layers(model) if layers else [(n, m) for n, m in model.named_modules() if not list(m.children())]
         for name, module in chosen:
             handles.append(module.register_forward_hook(keep(shapes, name) if keep else plain(name)))
         try:
@@ -1147,9 +1141,9 @@ def shapes_by_default(model, x, shapes={}):  # noqa: B006
 
 
 def shapes_of_every(model, x):
-    kept = _shapes_by_hand(
-        lambda shapes, name: lambda module, args, output: shapes.update({name: _shape(output)})
-    )(model, x)
+    kept = _shapes_by_hand(lambda shapes, name: lambda module, args, output: shapes.update({name: _shape(output)}))(
+        model, x
+    )
     return {name: kept[name] for name, module in model.named_modules() if not list(module.children())}
 
 
@@ -1189,16 +1183,12 @@ SHAPES_OF = Exercise(
             lambda shapes, name: lambda module, args, output: shapes.setdefault(name, _shape(output))
         ),
         "alone": _shapes_by_hand(layers=lambda model: list(_leaves(model).items())),
-        "alone_raised": _shapes_by_hand(
-            layers=lambda model: _leaves(model, select(model, "**").items()).items()
-        ),
+        "alone_raised": _shapes_by_hand(layers=lambda model: _leaves(model, select(model, "**").items()).items()),
         "extra": _shapes_by_hand(layers=lambda model: list(model.named_modules())),
         "from_before": shapes_by_default,
         "never_ran": shapes_of_every,
         "wrong_names": _shapes_by_hand(
-            lambda shapes, name: (
-                lambda module, args, output: shapes.update({type(module).__name__: _shape(output)})
-            )
+            lambda shapes, name: lambda module, args, output: shapes.update({type(module).__name__: _shape(output)})
         ),
         "by_forward": _shapes_by_hand(run=lambda model, x: model.forward(x)),
         "ran_twice": _shapes_by_hand(run=lambda model, x: (model(x), model(x))),

@@ -168,9 +168,7 @@ def _refuse_what_backward_hooks_raise(error):
 
 def reverse(module, strength):
     def hook(module, grad_input, grad_output):
-        return tuple(
-            grad * -strength if grad is not None and grad.is_floating_point() else grad for grad in grad_input
-        )
+        return tuple(grad * -strength if grad is not None and grad.is_floating_point() else grad for grad in grad_input)
 
     return module.register_full_backward_hook(hook)
 
@@ -728,9 +726,7 @@ def _examine_gradients(model, twin):
                 en="What the parameters had in `.grad` was cleared: it may be the sum over earlier batches. This backward may only add to "
                 "it.",
             )
-        if not any(
-            torch.allclose(param.grad, 1 + added, atol=1e-6) for added in (0 * other.grad, other.grad)
-        ):
+        if not any(torch.allclose(param.grad, 1 + added, atol=1e-6) for added in (0 * other.grad, other.grad)):
             refuse(
                 "changed_gradient",
                 zh="你的钩子改动了路过的梯度：前面的参数收到的和原来不同。看看它返回了什么。",
@@ -976,8 +972,7 @@ def norms_one_backward_each(model, loss_fn):
         handles.append(module.register_forward_hook(keep))
     loss = _then_remove(handles, lambda: loss_fn(model))
     return {
-        name: torch.autograd.grad(loss, output, retain_graph=True)[0].norm().item()
-        for name, output in outputs.items()
+        name: torch.autograd.grad(loss, output, retain_graph=True)[0].norm().item() for name, output in outputs.items()
     }
 
 

@@ -221,9 +221,7 @@ def _examine_shapes(answer, model):
 
 def _examine_no_new_attributes(model, names):
     if _attributes(model) != names:
-        new = sorted(
-            {name for after, before in zip(_attributes(model), names, strict=True) for name in after - before}
-        )
+        new = sorted({name for after, before in zip(_attributes(model), names, strict=True) for name in after - before})
         refuse(
             "attribute_left",
             zh=f"模块身上多了属性：`{new}`。名字放进闭包，就不用写到别人的模块上。",
@@ -332,9 +330,7 @@ def _shapes(model, x, mode, finish, make=None):
     def hook_for(name):
         return lambda module, args, output: shapes.update({name: tuple(output.shape)})
 
-    handles = [
-        child.register_forward_hook((make or hook_for)(name)) for name, child in model.named_children()
-    ]
+    handles = [child.register_forward_hook((make or hook_for)(name)) for name, child in model.named_children()]
     mode(model)
     with torch.no_grad():
         model(x)
@@ -362,9 +358,7 @@ def shapes_mode_after_error(model, x):
     handles, shapes = [], {}
     flags = [(module, module.training) for module in model.modules()]
     for name, child in model.named_children():
-        handles.append(
-            child.register_forward_hook(lambda m, a, out, name=name: shapes.update({name: out.shape}))
-        )
+        handles.append(child.register_forward_hook(lambda m, a, out, name=name: shapes.update({name: out.shape})))
     model.eval()
     try:
         model(x)
@@ -426,9 +420,7 @@ def shapes_in_order(model, x):
     handles = []
     for name, child in model.named_children():
         names.append(name)
-        handles.append(
-            child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-        )
+        handles.append(child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape))))
     try:
         model.eval()(x)
     finally:
@@ -445,9 +437,7 @@ def shapes_on_module(model, x):
     for name, child in model.named_children():
         child.__name__ = name
         handles.append(
-            child.register_forward_hook(
-                lambda module, args, output: shapes.update({module.__name__: output.shape})
-            )
+            child.register_forward_hook(lambda module, args, output: shapes.update({module.__name__: output.shape}))
         )
     model.eval()(x)
     for handle in handles:
@@ -460,9 +450,7 @@ def shapes_on_module(model, x):
 def shapes_hooks_left(model, x):
     shapes, flags = {}, [(module, module.training) for module in model.modules()]
     for name, child in model.named_children():
-        child.register_forward_hook(
-            lambda module, args, output, name=name: shapes.update({name: output.shape})
-        )
+        child.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: output.shape}))
     model.eval()(x)
     for module, flag in flags:
         module.training = flag
@@ -480,9 +468,7 @@ def shapes_clear(model, x):
 def shapes_of_inputs(model, x):
     shapes, flags = {}, [(module, module.training) for module in model.modules()]
     for name, child in model.named_children():
-        child.register_forward_hook(
-            lambda module, args, output, name=name: shapes.update({name: args[0].shape})
-        )
+        child.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: args[0].shape}))
     model.eval()(x)
     for module, flag in flags:
         module.training = flag
@@ -501,9 +487,7 @@ def shapes_of_all(model, x):
     handles = []
     for name, module in model.named_modules():
         handles.append(
-            module.register_forward_hook(
-                lambda module, args, output, name=name: shapes.update({name: output.shape})
-            )
+            module.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: output.shape}))
         )
     model.eval()(x)
     for handle in handles:
@@ -550,8 +534,7 @@ def never_called(model, x):
     leaves = {name: module for name, module in model.named_modules() if not list(module.children())}
     called = set()
     handles = [
-        module.register_forward_hook(lambda module, args, output: called.add(module))
-        for module in leaves.values()
+        module.register_forward_hook(lambda module, args, output: called.add(module)) for module in leaves.values()
     ]
     try:
         with torch.no_grad():
@@ -778,9 +761,7 @@ def never_on_the_slow_path(model, x):
 def never_returned(model, x):
     called, handles = {}, []
     for module in _leaves(model).values():
-        handles.append(
-            module.register_forward_hook(lambda module, args, output: called.setdefault(module, True))
-        )
+        handles.append(module.register_forward_hook(lambda module, args, output: called.setdefault(module, True)))
     try:
         with torch.no_grad():
             model(x)
@@ -833,24 +814,16 @@ def never_children(model, x):
     finally:
         for handle in handles:
             handle.remove()
-    return [
-        name
-        for name, module in model.named_children()
-        if module not in called and not list(module.children())
-    ]
+    return [name for name, module in model.named_children() if module not in called and not list(module.children())]
 
 
 def never_by_name(model, x):
     called, handles = set(), []
-    names = [
-        name for name, module in model.named_modules(remove_duplicate=False) if not list(module.children())
-    ]
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if not list(module.children())]
     for name in names:
         layer = model.get_submodule(name)
         if name != "again":
-            handles.append(
-                layer.register_forward_hook(lambda module, args, output, name=name: called.add(name))
-            )
+            handles.append(layer.register_forward_hook(lambda module, args, output, name=name: called.add(name)))
     try:
         model(x)
     finally:
@@ -957,9 +930,7 @@ NEVER_CALLED = Exercise(
         ],
         "fast_path": never_global,
         "containers": never_all_modules,
-        "missed_out_proj": lambda model, x: [
-            name for name in never_called(model, x) if "out_proj" not in name
-        ],
+        "missed_out_proj": lambda model, x: [name for name in never_called(model, x) if "out_proj" not in name],
         "missed_unused": never_children,
         "shared": never_by_name,
         "no_tensor": never_by_statistics,
@@ -1258,9 +1229,7 @@ class _Found(Exception):
 
 
 def nan_class_names(model, x):
-    return _first(
-        [type(model.get_submodule(name)).__name__ for name in _collect(model, x, model.named_modules())]
-    )
+    return _first([type(model.get_submodule(name)).__name__ for name in _collect(model, x, model.named_modules())])
 
 
 def nan_everywhere(model, x):

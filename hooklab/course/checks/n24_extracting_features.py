@@ -108,9 +108,7 @@ def examine_feature(answer):
     torch.manual_seed(0)
     model, passed, calls, cut = _Net(), [], [], []
     model.register_forward_pre_hook(lambda module, args: calls.append(1))
-    model.body[1].register_forward_pre_hook(
-        lambda module, args: cut.append(_is_cut(args[0], model.body[0].weight))
-    )
+    model.body[1].register_forward_pre_hook(lambda module, args: cut.append(_is_cut(args[0], model.body[0].weight)))
     want = model.body[0](BRIGHT).detach()
     tools, finished = [], []
     model.register_forward_pre_hook(lambda module, args: tools.extend(_written_in(module.body[0])))
@@ -162,9 +160,7 @@ def examine_feature(answer):
 
 def _written_in(layer):
     """The modules that the forward hooks of a layer come from."""
-    functions = [
-        getattr(hook, "func", hook) for hook in layer._forward_hooks.values()
-    ]  # of a partial, what it calls
+    functions = [getattr(hook, "func", hook) for hook in layer._forward_hooks.values()]  # of a partial, what it calls
     return [getattr(function, "__module__", "") for function in functions]
 
 
@@ -311,11 +307,7 @@ def _examine_unreached(answer):
     with torch.no_grad():
         want = model.extra(model.body(BRIGHT))
     bright = answer(model, "extra", BRIGHT.clone())
-    if (
-        isinstance(bright, Tensor)
-        and bright.shape == want.shape
-        and torch.allclose(bright.detach(), 2 * want)
-    ):
+    if isinstance(bright, Tensor) and bright.shape == want.shape and torch.allclose(bright.detach(), 2 * want):
         refuse(
             "overwritten_by_hand",
             zh="`body.0` 对了；`extra` 后面没有 ReLU，只有一句 `*= 2`，返回的却是改写以后的值。原地改写的不一定是模块。",
@@ -529,9 +521,7 @@ FEATURE = Exercise(
         "cut_in_place": _feature_with(lambda output: output.detach_().clone()),
         "returned_nothing": lambda model, name, x: print(end=str(feature(model, name, x))[:0]),
         "not_called": lambda model, name, x: model.get_submodule(name).forward(x).detach(),
-        "by_forward": _feature_with(
-            lambda output: output.detach().clone(), run=lambda model, x: model.forward(x)
-        ),
+        "by_forward": _feature_with(lambda output: output.detach().clone(), run=lambda model, x: model.forward(x)),
         "ran_twice": ran_twice,
         "mode_changed": mode_changed,
         "grad_left_off": feature_grad_left_off,
@@ -898,9 +888,7 @@ def embed_into_zeros(model, name, batches):
 @torch.no_grad()
 def embed_without_finally(model, name, batches):
     rows = []
-    handle = model.get_submodule(name).register_forward_hook(
-        lambda m, a, output: rows.append(output.mean((2, 3)))
-    )
+    handle = model.get_submodule(name).register_forward_hook(lambda m, a, output: rows.append(output.mean((2, 3))))
     for batch in batches:
         model(batch)
     handle.remove()
@@ -937,9 +925,7 @@ EMBED = Exercise(
         "unfroze": unfroze,
         "overwritten": mean_afterwards,
         "keeps_graph": _restoring(lambda *given: torch.cat(_means(*given))),
-        "graph_built": _restoring(
-            lambda *given: torch.cat(_means(*given, keep=lambda t: t.detach().mean((2, 3))))
-        ),
+        "graph_built": _restoring(lambda *given: torch.cat(_means(*given, keep=lambda t: t.detach().mean((2, 3))))),
         "requires_grad": lambda *given: embed(*given).requires_grad_(),
         "last_batch_only": last_batch_only,
         "not_joined": _restoring(torch.no_grad()(_means)),
@@ -1330,12 +1316,8 @@ OVERWRITTEN = Exercise(
         "children_only": lambda model, x: _recording(
             model, x, lambda output: output._version, _edited, names=nn.Module.named_children
         ),
-        "wrong_names": lambda model, x: _recording(
-            model, x, lambda output: output._version, _edited, names=_pieces
-        ),
-        "left_behind": lambda model, x: _recording(
-            model, x, lambda output: output._version, _edited, clean=False
-        ),
+        "wrong_names": lambda model, x: _recording(model, x, lambda output: output._version, _edited, names=_pieces),
+        "left_behind": lambda model, x: _recording(model, x, lambda output: output._version, _edited, clean=False),
         "left_after_error": lambda model, x: _recording(model, x, lambda output: output._version, _edited),
         "hid_error": overwritten_swallowed,
         "removed_others": overwritten_cleared,

@@ -34,9 +34,7 @@ def _examine_share(answer, bound):
         size = 7 if number == 0 else 4  # so that the parameters have different shares
         param.grad = torch.randint(-size, size, param.shape) * bound / 2
     params[-1].grad = None  # not used in this backward
-    params[1].requires_grad_(
-        False
-    )  # frozen since then: its gradient is still there, and clipped with the others
+    params[1].requires_grad_(False)  # frozen since then: its gradient is still there, and clipped with the others
     grads = torch.cat([param.grad.flatten() for param in params[:-1]])
     before = copy.deepcopy([param.grad for param in params])
     got = answer(model, bound)
@@ -113,9 +111,7 @@ def _examine_number(got, grads, bound, model):
             zh="这是参数的数值越界的占比；要数的是梯度。",
             en="This is the share of the parameters' own values beyond the bound; count their gradients.",
         )
-    shares = [
-        (param.grad.abs() > bound).double().mean() for param in model.parameters() if param.grad is not None
-    ]
+    shares = [(param.grad.abs() > bound).double().mean() for param in model.parameters() if param.grad is not None]
     if abs(got - torch.stack(shares).mean().item()) < 1e-4:
         refuse(
             "mean_of_shares",
@@ -447,9 +443,7 @@ def group_by_prefix(model, bounds):
 
 
 def group_frozen_too(model, bounds):
-    layers = [
-        (layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()
-    ]
+    layers = [(layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()]
     return [param.register_hook(_pure(bound)) for layer, bound in layers for param in layer.parameters()]
 
 
@@ -460,9 +454,7 @@ def group_thawed(model, bounds):
 
 
 def group_own_parameters(model, bounds):
-    layers = [
-        (layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()
-    ]
+    layers = [(layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()]
     return [
         param.register_hook(_pure(bound))
         for layer, bound in layers
@@ -546,9 +538,7 @@ GROUPS = Exercise(
         "clipped_others": group_by_prefix,
         "missed": group_own_parameters,
         "not_clipped": group_within,
-        "one_sided": lambda model, bounds: _hang(
-            model, bounds, lambda bound: lambda grad: grad.clamp(max=bound)
-        ),
+        "one_sided": lambda model, bounds: _hang(model, bounds, lambda bound: lambda grad: grad.clamp(max=bound)),
         "wrong_values": lambda model, bounds: _hang(model, bounds, group_norm),
         "no_handles": lambda model, bounds: clip_by_group(model, bounds) and None,
         "nested_handles": lambda model, bounds: [clip_by_group(model, {key: bounds[key]}) for key in bounds],
@@ -765,9 +755,7 @@ def sample_by_parameter(model, loss_fn, inputs, targets, max_norm):
 
 
 def sample_by_entry(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(
-        model, loss_fn, inputs, targets, lambda grads: [part.clamp(-max_norm, max_norm) for part in grads]
-    )
+    _per_sample(model, loss_fn, inputs, targets, lambda grads: [part.clamp(-max_norm, max_norm) for part in grads])
 
 
 def sample_mean(model, loss_fn, inputs, targets, max_norm):

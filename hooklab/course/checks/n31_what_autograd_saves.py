@@ -205,8 +205,7 @@ def _explain_count(function, words, got, want):
     if got == sum(storages.values()) and want == 0:
         refuse(
             "counted_view_of_x",
-            zh=seen_zh
-            + "存下的切片，正是 `x` 的切片：它不是 `x` 这个对象，起始地址也不同，内存却是 `x` 的。",
+            zh=seen_zh + "存下的切片，正是 `x` 的切片：它不是 `x` 这个对象，起始地址也不同，内存却是 `x` 的。",
             en=seen_en
             + "The slice that is saved is one of `x`: not the object `x`, nor at its address, but in its memory.",
         )
@@ -233,8 +232,7 @@ def _explain_count(function, words, got, want):
         refuse(
             "only_the_slice",
             zh=seen_zh + "这里存的是切片，算的是切片自己的字节。留住它，要留住多大的一块内存？",
-            en=seen_en
-            + "What is saved here is a slice, and its own bytes were counted. How much memory does it hold?",
+            en=seen_en + "What is saved here is a slice, and its own bytes were counted. How much memory does it hold?",
         )
     if function is _halves and got == 2 * want:
         refuse(
@@ -247,8 +245,7 @@ def _explain_count(function, words, got, want):
         refuse(
             "subtracted_x",
             zh=seen_zh + "这里没有存 `x`：还是减掉了它的内存，还是漏掉了切片？",
-            en=seen_en
-            + "`x` was not saved here: was its memory subtracted all the same, or was the slice left out?",
+            en=seen_en + "`x` was not saved here: was its memory subtracted all the same, or was the slice left out?",
         )
     if got == 0:
         refuse(
@@ -291,9 +288,7 @@ def _collecting(measure):
 
 
 def _others(tensors, x):
-    return {
-        t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().data_ptr() != x.data_ptr()
-    }
+    return {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().data_ptr() != x.data_ptr()}
 
 
 def _addresses_only(function, x):
@@ -381,8 +376,7 @@ HELD = Exercise(
         ),
         "subtracted_x": _collecting(
             lambda tensors, x: (
-                sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-                - x.nbytes
+                sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) - x.nbytes
             )
         ),
         "left_out": _collecting(
@@ -398,9 +392,7 @@ HELD = Exercise(
         "address_of_x": _address_of_x,
         "own_operation": _along_the_graph,
         "float32_only": _collecting(
-            lambda tensors, x: sum(
-                4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values()
-            )
+            lambda tensors, x: sum(4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values())
         ),
         "by_dtype_of_x": _collecting(
             lambda tensors, x: sum(
@@ -411,11 +403,7 @@ HELD = Exercise(
         "kept_between_calls": _in_a_global,
         "counted_view_of_x": _collecting(
             lambda tensors, x: sum(
-                {
-                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                    for t in tensors
-                    if t is not x
-                }.values()
+                {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not x}.values()
             )
         ),
         "left_open": _left_open,
@@ -507,9 +495,7 @@ def examine_needed(ask):
             zh="函数返回了 `None`，应当返回一个集合。",
             en="The function returned `None`; a set is wanted.",
         )
-    if not isinstance(answer, set | frozenset | list | tuple) or not all(
-        isinstance(name, str) for name in answer
-    ):
+    if not isinstance(answer, set | frozenset | list | tuple) or not all(isinstance(name, str) for name in answer):
         refuse(
             "not_names",
             zh=f"应当是名字的集合，得到的是 `{type(answer).__name__}`，或者里面不全是字符串。",
@@ -752,8 +738,7 @@ def _examine_named(answer, model, x, where_zh, where_en, others=()):
     refuse(
         "other_module",
         zh=where_zh + "按“新占的字节”加起来，它不是最多的。照着 `.table()` 的最后一列核对一遍。",
-        en=where_en
-        + "By the sum of new bytes it is not the largest. Compare with the last column of `.table()`.",
+        en=where_en + "By the sum of new bytes it is not the largest. Compare with the last column of `.table()`.",
     )
 
 

@@ -483,9 +483,7 @@ def _examine_unedited(pair_of, inner):
     h += 1
     with watched.hooks():
         y = torch.mul(h, h)
-    _backward(
-        y, "edits_before", "改写发生在打包之前，打包之后没有再改", "the edits came before packing, none after"
-    )
+    _backward(y, "edits_before", "改写发生在打包之前，打包之后没有再改", "the edits came before packing, none after")
     watched, h, other = _Watched(pair_of()), x * 2, x * 3
     h += 1
     with watched.hooks():
@@ -794,11 +792,7 @@ class _Halving(_Watched):
             refuse(
                 f"copied_{kind}",
                 zh=f"打包时复制了{zh}，形状 `{list(tensor.shape)}`：它本来就在内存里，复制只会更多。"
-                + (
-                    "`state_dict()` 里没有它，它是用 `persistent=False` 注册的；`buffers()` 里有。"
-                    if left_out
-                    else ""
-                ),
+                + ("`state_dict()` 里没有它，它是用 `persistent=False` 注册的；`buffers()` 里有。" if left_out else ""),
                 en=f"Packing has made a copy of {en}, shape `{list(tensor.shape)}`: it lives anyway, and a copy only adds."
                 + (
                     " It is not in `state_dict()`, being registered with `persistent=False`; `buffers()` has it."
@@ -921,9 +915,7 @@ HALF_PRECISION = Exercise(
         "copied_detached": halving_by_base,
         "kept_if_dropped": halving_until_unpacked,
         "copied_buffer": halving(lambda tensor, model: _in_model(tensor, model, buffers=False)),
-        "changed_others": halving(
-            lambda tensor, model: tensor.dtype == torch.float32 and _in_model(tensor, model)
-        ),
+        "changed_others": halving(lambda tensor, model: tensor.dtype == torch.float32 and _in_model(tensor, model)),
         "wrong_dtype": halving_without_dtype,
         "not_halved": halving(lambda tensor, model: _in_model(tensor, model) or tensor.requires_grad),
         "wrong_values": halving_by_cutting,
@@ -1125,9 +1117,7 @@ AS_BITS = Exercise(
     as_bits,
     {
         "not_smaller": packing_masks(lambda mask: mask.to(torch.uint8), Tensor.bool),
-        "wrong_shape": packing_masks(
-            _octets, lambda packed: _mask((packed[0], torch.Size([packed[1].numel()])))
-        ),
+        "wrong_shape": packing_masks(_octets, lambda packed: _mask((packed[0], torch.Size([packed[1].numel()])))),
         "wrong_values": packing_masks(_without_tail, _with_tail_missing),
         "wrong_dtype": packing_masks(_octets, lambda packed: _mask(packed).to(torch.uint8)),
         "empty_dtype": masks_from_lists,

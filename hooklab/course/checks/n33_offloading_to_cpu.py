@@ -93,10 +93,7 @@ def _examine_serial(got):
             zh=f"{example} 得到 {got:.4g} 秒，太久了。带宽的单位换算了吗？",
             en=f"{example} gives {got:.4g} seconds, far too long. Was the unit of the bandwidth converted?",
         )
-    if (
-        math.isclose(got, 2 * max(FORWARD + BACKWARD, moves), rel_tol=1e-6)
-        or got < FORWARD + BACKWARD + moves
-    ):
+    if math.isclose(got, 2 * max(FORWARD + BACKWARD, moves), rel_tol=1e-6) or got < FORWARD + BACKWARD + moves:
         refuse(
             "hidden_anyway",
             zh=f"{example} 得到 {got:.4g}，还不到计算加上搬一趟的 {FORWARD + BACKWARD + moves} 秒：是漏了一样，算短了一样，还是藏了一样？`overlap` 为假时，每一样都要加上。",
@@ -602,9 +599,7 @@ def once_alone(module, store):
 def hooks_on_the_module(module, store):
     opened = []
     module.register_forward_pre_hook(lambda *args: opened.append(_offload(module, store).__enter__()))
-    module.register_forward_hook(
-        lambda *args: opened.pop().__exit__(None, None, None) and None, always_call=True
-    )
+    module.register_forward_hook(lambda *args: opened.pop().__exit__(None, None, None) and None, always_call=True)
     return _inside(lambda module, store: nullcontext())(module, store)
 
 
@@ -634,9 +629,7 @@ SAVE_TO = Exercise(
         "hid_error": _wrapping(_hides),
         "latest_call": save_to_the_latest,
         "skipped_hooks": _inside(_offload, lambda module, args, kwargs: module.forward(*args, **kwargs)),
-        "no_graph": _inside(
-            _offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach(), 2.0)
-        ),
+        "no_graph": _inside(_offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach(), 2.0)),
         "keeps_slots": slots_in_a_list,
         "first_call_only": once_alone,
         "module_changed": hooks_on_the_module,
@@ -1295,9 +1288,7 @@ def _examine_version(pack, store, matrix):
 
 def _examine_reuse(answer):
     pack, pool, packed, earlier = answer(_Counting()), [], [], set()
-    for _ in range(
-        10
-    ):  # batch by batch, until one storage of a batch stands where one of those before has stood
+    for _ in range(10):  # batch by batch, until one storage of a batch stands where one of those before has stood
         batch = [_in_pool(pool, float(number)) for number in range(len(packed), len(packed) + 20)]
         packed += map(pack, batch)
         wrong = [number for number, give_back in enumerate(packed) if give_back()[0] != number]

@@ -259,12 +259,7 @@ def _examine_kinds(pair):
         torch.tensor(7),
     ):
         got = unpack(pack(want))
-        if (
-            not isinstance(got, Tensor)
-            or got.dtype != want.dtype
-            or got.shape != want.shape
-            or not got.equal(want)
-        ):
+        if not isinstance(got, Tensor) or got.dtype != want.dtype or got.shape != want.shape or not got.equal(want):
             found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
             refuse(
                 "other_kinds",
@@ -680,9 +675,7 @@ def _examine_freed(store):
 
 
 def _examine_left(store):
-    slots = [
-        store.write(torch.ones(length)) for length in range(1, 5)
-    ]  # all alive: no two have the same id()
+    slots = [store.write(torch.ones(length)) for length in range(1, 5)]  # all alive: no two have the same id()
     for slot in slots:
         store.read(slot)
     del slots, slot
@@ -852,16 +845,12 @@ BYTE_STORE = Exercise(
         "freed_others": _byte_store(
             key=lambda slot, held, tensor: str(uuid.uuid4()), drop=lambda held, slot: held.clear()
         ),
-        "freed_equal": _byte_store(
-            key=lambda slot, held, tensor: hash(tensor.view(torch.uint8).numpy().tobytes())
-        ),
+        "freed_equal": _byte_store(key=lambda slot, held, tensor: hash(tensor.view(torch.uint8).numpy().tobytes())),
         "freed_late": _RemembersTheLatest,
         "one_slot": _RemembersTheDtype,
         "wrong_gradients": _ReadsIntoOneBuffer,
         "not_a_tensor": _byte_store(give=lambda held, slot: held[slot.key]),
-        "edits_input": _byte_store(
-            take=lambda tensor: (tensor.view(torch.uint8).numpy().tobytes(), tensor.zero_())[0]
-        ),
+        "edits_input": _byte_store(take=lambda tensor: (tensor.view(torch.uint8).numpy().tobytes(), tensor.zero_())[0]),
         "one_for_all": lambda held={}: _sharing(held),
         "kept_in_memory": _holding_too,
         "no_held": _no_held,
@@ -982,9 +971,7 @@ def _examine_other_thresholds(answer):
         (100, torch.zeros(120, dtype=torch.bfloat16, requires_grad=True)),
     ):
         moved = []
-        pair = answer(
-            lambda saved, moved=moved: moved.append(1) or saved.detach(), lambda packed: packed, at_least
-        )
+        pair = answer(lambda saved, moved=moved: moved.append(1) or saved.detach(), lambda packed: packed, at_least)
         with saved_tensors_hooks(*pair):
             x.sin()
         if bool(moved) != (x.numel() >= at_least):
@@ -1260,9 +1247,7 @@ _LATEST: dict = {}
 
 def _with_the_latest(pack, unpack, at_least):
     _LATEST.update(pack=pack, unpack=unpack)
-    return large_only(
-        lambda saved: _LATEST["pack"](saved), lambda packed: _LATEST["unpack"](packed), at_least
-    )
+    return large_only(lambda saved: _LATEST["pack"](saved), lambda packed: _LATEST["unpack"](packed), at_least)
 
 
 def _large_copied(pack, unpack, at_least):
@@ -1502,14 +1487,9 @@ def _examine_wrapper(answer, folder, seen):
 
 def _examine_two_wrappers(answer, folder, seen):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
-        wrapped = [
-            answer(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), where) for where in (folder, elsewhere)
-        ]
+        wrapped = [answer(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), where) for where in (folder, elsewhere)]
         first, second = (
-            {
-                write.folder
-                for write in seen.during(lambda run=run: run(torch.ones(64, 64)).sum().backward())[1]
-            }
+            {write.folder for write in seen.during(lambda run=run: run(torch.ones(64, 64)).sum().backward())[1]}
             for run in wrapped
         )
         del wrapped
@@ -1570,9 +1550,7 @@ def _attend(wrapped, model, query, memory):
 
 def _of_its_own(writes, model):
     """The parameters and buffers that were written, or copies of them."""
-    return [
-        own for own in (*model.parameters(), *model.buffers()) if any(write.is_of(own) for write in writes)
-    ]
+    return [own for own in (*model.parameters(), *model.buffers()) if any(write.is_of(own) for write in writes)]
 
 
 def _examine_writes(writes, model, folder):
@@ -1864,12 +1842,8 @@ class _Detached(_Wrapper):
 
 def _hooks_on_the_module(module, folder):
     opened = []
-    module.register_forward_pre_hook(
-        lambda module, args: opened.append(_Wrapper(module, folder).context().__enter__())
-    )
-    module.register_forward_hook(
-        lambda *args: opened.pop().__exit__(None, None, None) and None, always_call=True
-    )
+    module.register_forward_pre_hook(lambda module, args: opened.append(_Wrapper(module, folder).context().__enter__()))
+    module.register_forward_hook(lambda *args: opened.pop().__exit__(None, None, None) and None, always_call=True)
     return module
 
 

@@ -153,9 +153,7 @@ def _examine_freed(block: _Block):
 
 
 def _examine_gradients(got, want, reason, zh, en):
-    if len(got) == len(want) and any(
-        left is None and right is not None for left, right in zip(got, want, strict=True)
-    ):
+    if len(got) == len(want) and any(left is None and right is not None for left, right in zip(got, want, strict=True)):
         refuse(
             "gradient_missing",
             zh="反向之后，有的参数或者 `x` 根本没有梯度：`x` 是不是 `detach` 过？",
@@ -633,10 +631,7 @@ def _examine_plan(network, budget, plan, asked):
             "yet `count` was never asked about it: is each layer tried without checkpoints, and with every size from 1 to the number of "
             "blocks?",
         )
-    if (
-        peak < best_peak == budget
-        and network(plan)[1:] == network(cheapest(network, network.layers, budget - 1))[1:]
-    ):
+    if peak < best_peak == budget and network(plan)[1:] == network(cheapest(network, network.layers, budget - 1))[1:]:
         refuse(
             "exact_budget",
             zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}；有的方案只要重算 {best_work}，峰值正好等于预算。它放得下吗？",
@@ -658,9 +653,7 @@ def _examine_plan(network, budget, plan, asked):
     )
 
 
-def _chosen(
-    key, *, fits=lambda cost, budget: cost[1] <= budget, sizes=lambda n: range(n + 1), keep_zero=False
-):
+def _chosen(key, *, fits=lambda cost, budget: cost[1] <= budget, sizes=lambda n: range(n + 1), keep_zero=False):
     """A wrong answer: another key, another test, other sizes."""
 
     def answer(count, layers, budget):
@@ -711,9 +704,7 @@ CHEAPEST = Exercise(
         "never_asked": _chosen(lambda cost: cost[:0:-1], sizes=range),
         "unfit": _chosen(lambda cost: cost[:0:-1], keep_zero=True),
         "no_error": returns_none,
-        "gave_up": _chosen(
-            lambda cost: cost[:0:-1], sizes=lambda n: [s for s in range(n + 1) if not s or not n % s]
-        ),
+        "gave_up": _chosen(lambda cost: cost[:0:-1], sizes=lambda n: [s for s in range(n + 1) if not s or not n % s]),
         "other_error": index_error,
         "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
     },
@@ -1211,11 +1202,7 @@ def _examine_two_backwards(answer):
         got = _forwards_then_backward(_spectral, 1, answer, backwards=2)
     except (AttributeError, RuntimeError, TypeError):
         got = None
-    if (
-        not got
-        or not all(map(torch.equal, got.gradients, want.gradients))
-        or not _same(got.buffers, want.buffers)
-    ):
+    if not got or not all(map(torch.equal, got.gradients, want.gradients)) or not _same(got.buffers, want.buffers):
         refuse(
             "one_backward",
             zh="前向一次，反向两次（`retain_graph=True`）：第二次出错了，或者结果不对。每次反向都要进一次第二个上下文，"

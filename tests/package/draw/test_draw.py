@@ -60,9 +60,7 @@ def test_the_facts_are_the_graph_leaves_first(computation):
 def test_the_picture_has_one_box_and_one_arrow_for_each_fact(computation):
     x, w, loss = computation
     picture = draw.graph(loss, {"x": x, "w": w})
-    names = {
-        re.sub(r" #\d+$", "", name) for line in picture.facts.splitlines() for name in line.split(" -> ")
-    }
+    names = {re.sub(r" #\d+$", "", name) for line in picture.facts.splitlines() for name in line.split(" -> ")}
     assert set(map(str.strip, boxes(picture.svg))) == names
     assert picture.svg.count('class="edge"') == len(picture.facts.splitlines())
 
@@ -288,9 +286,7 @@ def test_a_function_that_saves_none_is_drawn():
     assert [box for box in map(str.strip, boxes(picture.svg)) if "saved" in box] == ["saved_tensors[0] (3)"]
 
 
-@pytest.mark.parametrize(
-    "view", [lambda x: (x * 2)[0], lambda x: (x * 2).view(-1).view(2, 3), lambda x: x.view(-1)]
-)
+@pytest.mark.parametrize("view", [lambda x: (x * 2)[0], lambda x: (x * 2).view(-1).view(2, 3), lambda x: x.view(-1)])
 def test_a_view_has_one_result_and_no_arrow_of_its_own(view):
     x = torch.ones(2, 3, requires_grad=True)
     picture = draw.graph(view(x), {"x": x})

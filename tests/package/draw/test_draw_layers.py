@@ -45,9 +45,7 @@ def words(svg):
 
 def pixels(svg):
     """The pictures inside the SVG as arrays of colours, upright."""
-    found = re.findall(
-        r'<image xlink:href="data:image/png;base64,([^"]*)"[^>]* transform="matrix\(\S+ 0 0 (-?)', svg
-    )
+    found = re.findall(r'<image xlink:href="data:image/png;base64,([^"]*)"[^>]* transform="matrix\(\S+ 0 0 (-?)', svg)
     stored = [(image.imread(io.BytesIO(base64.b64decode(data))), flipped) for data, flipped in found]
     return [each[::-1] if flipped else each for each, flipped in stored]
 

@@ -69,9 +69,7 @@ def test_more_events_than_a_picture_can_show_are_not_drawn(monkeypatch):
     picture = draw.memory(saved)
     assert not picture.svg
     assert "held at most: 24 bytes" in picture.facts
-    assert (
-        picture.reason == "not drawn: 4 events, more than the 3 that a picture can show; record fewer steps"
-    )
+    assert picture.reason == "not drawn: 4 events, more than the 3 that a picture can show; record fewer steps"
 
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], "saved"])

@@ -33,9 +33,7 @@ def texts(svg):
 
 def test_every_module_and_the_optimizer_have_a_row_in_the_order_of_the_run(traced):
     shown = texts(draw.timeline(traced).svg)
-    rows = [
-        text for text in shown if text in {"Sequential", "0", "0.0", "0.1", "1", "SGD"} | {timelines.OUTSIDE}
-    ]
+    rows = [text for text in shown if text in {"Sequential", "0", "0.0", "0.1", "1", "SGD"} | {timelines.OUTSIDE}]
     assert [row for row in rows if not row.isdigit()] == [
         "Sequential",
         "0.0",
@@ -73,9 +71,7 @@ def test_what_a_checkpoint_computes_again_shares_the_rows_of_a_large_model():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(
-                [nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)) for _ in range(8)]
-            )
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)) for _ in range(8)])
 
         def forward(self, x):
             for block in self.blocks:
@@ -120,9 +116,7 @@ def test_a_large_model_is_folded_into_rows_that_can_be_read_and_facts_that_can_b
     rows = set(texts(picture.svg)) & {event.where for event in traced.events}
     assert {"Sequential", "19"} <= rows
     assert "19.4" not in rows
-    counts = {
-        (phase, kind): int(count) for phase, kind, count in re.findall(r"(\w+) +(.+?) +(\d+)", picture.facts)
-    }
+    counts = {(phase, kind): int(count) for phase, kind, count in re.findall(r"(\w+) +(.+?) +(\d+)", picture.facts)}
     assert counts["forward", "forward hook"] == 121
     assert sum(counts.values()) == len(traced.events)
 

@@ -46,9 +46,7 @@ def x():
 def by_hand(model, name, x):
     """The output of one layer, cloned by a hook written here."""
     kept = []
-    with model.get_submodule(name).register_forward_hook(
-        lambda module, args, output: kept.append(output.clone())
-    ):
+    with model.get_submodule(name).register_forward_hook(lambda module, args, output: kept.append(output.clone())):
         model(x)
     return kept
 
@@ -525,9 +523,7 @@ def test_an_unknown_name_is_refused_with_the_names_asked_for(model, x):
 
 
 def test_keep_that_cannot_be_called_is_refused(model):
-    with pytest.raises(
-        TypeError, match=r"features\(keep=...\): expected something that can be called.*found str"
-    ):
+    with pytest.raises(TypeError, match=r"features\(keep=...\): expected something that can be called.*found str"):
         features(model, "1", keep="detach")
     assert hooks_on(model) == []
 
@@ -610,9 +606,7 @@ def test_with_grad_without_a_copy_keeps_the_output_itself_and_says_so_where_that
     in_place = mlp(4, 5, 2, inplace=True)
     with features(in_place, "0", keep=partial(with_grad, copy=False)) as f:
         in_place(x).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"'0' has been overwritten in place.*or take keep=with_grad without"
-    ):
+    with pytest.raises(RuntimeError, match=r"'0' has been overwritten in place.*or take keep=with_grad without"):
         f["0"]
 
 
@@ -643,9 +637,7 @@ def test_a_script_module_is_left_out_by_patterns_and_refused_by_name():
         features(model, "1")
 
 
-@pytest.mark.parametrize(
-    "keep", [torch.Tensor.detach, lambda tensor: [tensor.detach()]], ids=["tensor", "list"]
-)
+@pytest.mark.parametrize("keep", [torch.Tensor.detach, lambda tensor: [tensor.detach()]], ids=["tensor", "list"])
 def test_what_was_kept_can_be_pickled_and_an_overwritten_one_stays_refused(x, keep):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(inplace=True))
     model.seen = features(model, "0", "1", "2", keep=keep)
@@ -813,8 +805,6 @@ def test_replicas_of_a_model_each_with_features_of_its_own_run_in_threads(model,
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(use, range(3))) == [True] * 3
-
-
 
 
 def test_a_forward_under_vmap_is_left_alone(model, x):

@@ -253,15 +253,11 @@ def test_statistics_are_made_on_the_cpu_whatever_the_default_device(model):
         assert len(stats.table().splitlines()) == 6
 
 
-@pytest.mark.parametrize(
-    "transform", [torch.func.vmap, lambda model: torch.func.grad(lambda x: model(x).sum())]
-)
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda model: torch.func.grad(lambda x: model(x).sum())])
 def test_a_forward_inside_torch_func_is_refused(model, transform):
     with (
         layer_statistics(model, "0") as stats,
-        pytest.raises(
-            NotImplementedError, match="layer_statistics: this layer runs inside vmap, grad or jvp"
-        ),
+        pytest.raises(NotImplementedError, match="layer_statistics: this layer runs inside vmap, grad or jvp"),
     ):
         transform(model)(torch.ones(2, 4))
     assert len(stats) == 0
@@ -412,9 +408,7 @@ def test_a_backward_after_the_block_is_not_counted(model):
     with layer_statistics(model, "0", of="grad_output") as stats:
         loss = model(torch.ones(2, 4)).sum()
     loss.backward()
-    with pytest.raises(
-        KeyError, match=r"no gradient of '0' yet; run the model and backward\(\) inside the block"
-    ):
+    with pytest.raises(KeyError, match=r"no gradient of '0' yet; run the model and backward\(\) inside the block"):
         stats["0"]
 
 
@@ -505,9 +499,7 @@ def test_a_selective_checkpoint_does_not_take_what_is_counted_for_its_own():
     model, x = nn.Sequential(Sums(), Sums()), torch.linspace(0, 1, STAGED).requires_grad_()
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     with layer_statistics(model, "*") as stats:
-        y = checkpoint(
-            model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-        )
+        y = checkpoint(model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
         (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, expected)
     assert [found.calls for found in stats.values()] == [1, 1]
@@ -636,9 +628,7 @@ def test_gradients_that_nothing_needs_are_named_as_the_cause(model):
     model.requires_grad_(False)
     with layer_statistics(model, "0", of="grad_output") as stats:
         model(torch.ones(2, 4))
-        with pytest.raises(
-            KeyError, match=r"no gradient of '0': what it returned needs none.*requires_grad_\(\)"
-        ):
+        with pytest.raises(KeyError, match=r"no gradient of '0': what it returned needs none.*requires_grad_\(\)"):
             stats["0"]
         model(torch.ones(2, 4, requires_grad=True))
         with pytest.raises(KeyError, match=r"no gradient of '0' yet; run the model and backward\(\)"):

@@ -101,9 +101,7 @@ def test_a_compiled_model_is_searched_inside(model):
         ((torch.Tensor,), TypeError, ["found the class Tensor, which is no nn.Module"]),
     ],
 )
-def test_a_wrong_pattern_is_refused_with_the_way_out_and_no_hook_stays(
-    model, function, patterns, error, words
-):
+def test_a_wrong_pattern_is_refused_with_the_way_out_and_no_hook_stays(model, function, patterns, error, words):
     with pytest.raises(error) as raised:
         getattr(hooklab, function)(model, *patterns)
     for word in [function, *words]:

@@ -60,9 +60,7 @@ def test_a_layer_with_many_names_shows_the_first_of_them(places, label):
     shared = nn.Tanh()
     lines = lines_of(nn.Sequential(*[shared] * places), torch.ones(2))
     assert lines[0].split("  ")[0] == label
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        f"{label} #{call}" for call in range(2, places + 1)
-    ]
+    assert [line.split("  ")[0] for line in lines[1:]] == [f"{label} #{call}" for call in range(2, places + 1)]
 
 
 def test_containers_that_are_never_called_are_passed_over_and_are_no_level():
@@ -402,9 +400,7 @@ def test_a_hook_behind_ours_that_raises_has_no_line(model):
 def test_the_same_verbose_twice_warns_that_every_line_will_come_twice(model):
     lines = []
     with verbose(model, write=lines.append):
-        with pytest.warns(
-            UserWarning, match=r"every line will come twice; call \.remove\(\) on the first"
-        ) as caught:
+        with pytest.warns(UserWarning, match=r"every line will come twice; call \.remove\(\) on the first") as caught:
             second = verbose(model, write=lines.append)
         assert caught[0].filename == __file__
         model(torch.ones(2, 4))
@@ -485,9 +481,7 @@ def test_lazy_layers_are_written_as_what_they_become():
 
 @pytest.mark.parametrize("shape", [(1, 3, 32, 32), [1, 3], torch.ones(1, 3)])
 def test_an_input_or_its_shape_in_place_of_a_name_is_told_to_run_the_model(model, shape):
-    with pytest.raises(
-        TypeError, match=r"verbose: .*no input or its shape: run the model yourself, inside the block"
-    ):
+    with pytest.raises(TypeError, match=r"verbose: .*no input or its shape: run the model yourself, inside the block"):
         verbose(model, shape)
 
 

@@ -198,9 +198,7 @@ def by_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save])
 def test_a_copy_made_meanwhile_runs_plainly_by_itself(copied):
     model, x = net(), torch.randn(8, 4)
     with checkpoint_segments(model, {"body": 2}) as handle:

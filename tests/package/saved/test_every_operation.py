@@ -37,9 +37,7 @@ def gradients(operation, sample, context):
     if not (inputs and outputs):
         return []
     ones = [torch.ones_like(output) for output in outputs]
-    return [
-        grad for grad in torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if grad is not None
-    ]
+    return [grad for grad in torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if grad is not None]
 
 
 def equal_bits(left, right):

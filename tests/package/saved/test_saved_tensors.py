@@ -261,9 +261,7 @@ def test_an_edit_in_place_still_raises():
         y = x.exp()
     with torch.no_grad():
         y.add_(1)
-    with pytest.raises(
-        RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"
-    ):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"):
         y.sum().backward()
 
 
@@ -542,9 +540,7 @@ def test_what_a_checkpoint_saves_outside_the_model_is_said_to_be_missing():
         y = checkpoint(lambda x: model(x).exp(), x, use_reentrant=False)
     y.sum().backward()
     assert (complete.misses_recomputation, partial.misses_recomputation) == (False, True)
-    assert (
-        "not counted: what a checkpoint recomputes outside the model's layers" in draw.memory(partial).facts
-    )
+    assert "not counted: what a checkpoint recomputes outside the model's layers" in draw.memory(partial).facts
 
 
 # ---- the table ----
@@ -656,9 +652,7 @@ def test_tools_opened_inside_that_pass_tensors_on_hide_no_operation(inner):
 
 
 @names_nodes
-@pytest.mark.parametrize(
-    "edit", [lambda a, b: a.mul_(b), lambda a, b: a.div_(b), lambda a, b: a[0:2].mul_(b[0:2])]
-)
+@pytest.mark.parametrize("edit", [lambda a, b: a.mul_(b), lambda a, b: a.div_(b), lambda a, b: a[0:2].mul_(b[0:2])])
 def test_what_an_operation_in_place_saves_is_its_own(edit):
     a, b = leaf(3) * 1, leaf(3)
     with saved_tensors() as saved:
