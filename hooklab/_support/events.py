@@ -91,12 +91,11 @@ def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
 def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[Event]:
     """The events, with the begin and the end of each module's backward put in.
 
-    A module's backward begins before the first Node and ends after the last Node that its forward has
-    created. `recorded` holds each event with the number of its backward run, and of the forward that made its Node.
+    It begins before the first Node and ends after the last Node that the module's forward has created. `recorded`
+    holds each event with the number of its backward, and of the forward that made its Node.
     """
-    first: dict[tuple[str, tuple[int, int]], int] = {}
-    last: dict[tuple[str, tuple[int, int]], int] = {}
-    latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a run, what ran last
+    spans: dict[tuple[str, tuple[int, int]], list[int]] = {}  # of a module in a run: where it begins and ends
+    latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a backward: what ran last
     for position, (event, made) in enumerate(recorded):
         if event.kind in ("Node pre-hook", "Node hook"):
             # Forwards share a leaf's Node, while an earlier graph is alive.
@@ -104,23 +103,15 @@ def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[
             for module in event.inside:
                 run = latest.get((module, made[0]), made) if leaf else made
                 latest[module, made[0]] = run
-                first.setdefault((module, run), position)
-                last[module, run] = position
-    begins: dict[int, list[str]] = {}
-    ends: dict[int, list[str]] = {}
-    for (module, run), position in first.items():
-        begins.setdefault(position, []).append(module)
-        ends.setdefault(last[module, run], []).append(module)
+                spans.setdefault((module, run), [position, position])[1] = position
+    begins = {(begin, module) for (module, _), (begin, _) in spans.items()}
+    ends = {(end, module) for (module, _), (_, end) in spans.items()}
     events: list[Event] = []
     for position, (event, _) in enumerate(recorded):
-        events += [_edge("begins", module, event) for module in _nested(begins.get(position, []), event)]
+        events += [_edge("begins", module, event) for module in event.inside if (position, module) in begins]
         events.append(event)
-        events += [_edge("ends", module, event) for module in reversed(_nested(ends.get(position, []), event))]
+        events += [_edge("ends", module, event) for module in reversed(event.inside) if (position, module) in ends]
     return events
-
-
-def _nested(modules: list[str], event: Event) -> list[str]:
-    return sorted(modules, key=event.inside.index)
 
 
 def _edge(what: str, module: str, event: Event) -> Event:
