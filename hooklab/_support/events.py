@@ -19,7 +19,7 @@ class Event:
     """One hook firing.
 
     Attributes:
-        kind: PyTorch's word for the hook: `"forward hook"`, `"tensor hook"`, `"Node pre-hook"`, `"pack"`, …
+        kind: PyTorch's word: `"forward hook"`, `"tensor hook"`, `"Node pre-hook"`, `"pack"`, …
         where: the module, tensor, Node or optimizer; `#2` marks a module's second call in one forward.
         phase: `"forward"`, `"backward"`, `"recompute"` (a forward inside backward) or `"step"`.
         shape: of the tensor concerned (the first, where there are several), or None.
@@ -48,13 +48,12 @@ def phase_of(kind: str, task: int, stack: list[Forward]) -> str:
     """The phase of an event that happens in the backward `task`, while the forwards of `stack` run."""
     if kind.startswith("optimizer"):
         return "step"
-    if not kind.startswith("forward") and kind != "pack":
-        return "backward"
-    if task == NO_BACKWARD:
+    if kind.startswith("forward"):
+        return "forward" if task == NO_BACKWARD else "recompute"
+    if kind == "pack" and task == NO_BACKWARD:
         return "forward"
     # With create_graph=True backward itself saves tensors, also where a forward asks for gradients.
-    recomputes = kind != "pack" or (stack and stack[-1].task == task)
-    return "recompute" if recomputes else "backward"
+    return "recompute" if kind == "pack" and stack and stack[-1].task == task else "backward"
 
 
 def line(number: int, event: Event) -> str:
@@ -89,10 +88,9 @@ def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
 
 
 def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[Event]:
-    """The events, with the begin and the end of each module's backward put in.
+    """The events, with the begin and the end of each module's backward put in: around the Nodes of its forward.
 
-    It begins before the first Node and ends after the last Node that the module's forward has created. `recorded`
-    holds each event with the number of its backward, and of the forward that made its Node.
+    `recorded` holds each event with the number of its backward, and of the forward that made its Node.
     """
     spans: dict[tuple[str, tuple[int, int]], list[int]] = {}  # of a module in a run: where it begins and ends
     latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a backward: what ran last
