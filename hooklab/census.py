@@ -24,52 +24,44 @@ from hooklab._support.torch_private import outer_hooks
 
 __all__ = ["HookLeak", "HookRecord", "Hooks", "hooks_on", "no_leftovers"]
 
-# Each attribute with PyTorch's word for the kind, and with the tables of its options.
-Tables = dict[str, tuple[str, dict[str, str]]]
+Tables = dict[str, str]  # each attribute that holds hooks, with PyTorch's word for the kind
 ON_MODULE: Tables = {
-    "_forward_pre_hooks": ("forward pre-hook", {"with_kwargs": "_forward_pre_hooks_with_kwargs"}),
-    "_forward_hooks": (
-        "forward hook",
-        {"with_kwargs": "_forward_hooks_with_kwargs", "always_call": "_forward_hooks_always_called"},
-    ),
-    "_backward_pre_hooks": ("full backward pre-hook", {}),
-    "_backward_hooks": ("full backward hook", {}),
-    "_state_dict_pre_hooks": ("state_dict pre-hook", {}),
-    "_state_dict_hooks": ("state_dict hook", {}),
-    "_load_state_dict_pre_hooks": ("load_state_dict pre-hook", {}),
-    "_load_state_dict_post_hooks": ("load_state_dict post-hook", {}),
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "full backward pre-hook",
+    "_backward_hooks": "full backward hook",
+    "_state_dict_pre_hooks": "state_dict pre-hook",
+    "_state_dict_hooks": "state_dict hook",
+    "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
+    "_load_state_dict_post_hooks": "load_state_dict post-hook",
 }
 ON_TENSOR: Tables = {
-    "_backward_hooks": ("tensor hook", {}),
-    "_post_accumulate_grad_hooks": ("post-accumulate-grad hook", {}),
+    "_backward_hooks": "tensor hook",
+    "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
 }
 ON_OPTIMIZER: Tables = {
-    "_optimizer_step_pre_hooks": ("optimizer step pre-hook", {}),
-    "_optimizer_step_post_hooks": ("optimizer step post-hook", {}),
-    "_optimizer_state_dict_pre_hooks": ("state_dict pre-hook", {}),
-    "_optimizer_state_dict_post_hooks": ("state_dict hook", {}),
-    "_optimizer_load_state_dict_pre_hooks": ("load_state_dict pre-hook", {}),
-    "_optimizer_load_state_dict_post_hooks": ("load_state_dict post-hook", {}),
+    "_optimizer_step_pre_hooks": "optimizer step pre-hook",
+    "_optimizer_step_post_hooks": "optimizer step post-hook",
+    "_optimizer_state_dict_pre_hooks": "state_dict pre-hook",
+    "_optimizer_state_dict_post_hooks": "state_dict hook",
+    "_optimizer_load_state_dict_pre_hooks": "load_state_dict pre-hook",
+    "_optimizer_load_state_dict_post_hooks": "load_state_dict post-hook",
 }
 GLOBAL_MODULE: Tables = {
-    "_global_forward_pre_hooks": ("forward pre-hook", {}),
-    "_global_forward_hooks": (
-        "forward hook",
-        {
-            "with_kwargs": "_global_forward_hooks_with_kwargs",
-            "always_call": "_global_forward_hooks_always_called",
-        },
-    ),
-    "_global_backward_pre_hooks": ("full backward pre-hook", {}),
-    "_global_backward_hooks": ("full backward hook", {}),
-    "_global_module_registration_hooks": ("module registration hook", {}),
-    "_global_parameter_registration_hooks": ("parameter registration hook", {}),
-    "_global_buffer_registration_hooks": ("buffer registration hook", {}),
+    "_global_forward_pre_hooks": "forward pre-hook",
+    "_global_forward_hooks": "forward hook",
+    "_global_backward_pre_hooks": "full backward pre-hook",
+    "_global_backward_hooks": "full backward hook",
+    "_global_module_registration_hooks": "module registration hook",
+    "_global_parameter_registration_hooks": "parameter registration hook",
+    "_global_buffer_registration_hooks": "buffer registration hook",
 }
 GLOBAL_OPTIMIZER: Tables = {
-    "_global_optimizer_pre_hooks": ("optimizer step pre-hook", {}),
-    "_global_optimizer_post_hooks": ("optimizer step post-hook", {}),
+    "_global_optimizer_pre_hooks": "optimizer step pre-hook",
+    "_global_optimizer_post_hooks": "optimizer step post-hook",
 }
+# Beside some of them stands a table with the numbers of the hooks that have an option.
+OPTIONS = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
 
 
 @dataclass(frozen=True)
@@ -78,8 +70,7 @@ class HookRecord:
 
     Attributes:
         kind: PyTorch's word: `"forward hook"`, `"tensor hook"`, `"retain_grad"`, `"saved-tensor hooks"`, …
-        place: the module, parameter or tensor that it is on, `"everywhere"` for a global one, or `"this thread"` for
-            saved-tensor hooks.
+        place: the module, parameter or tensor that it is on, `"everywhere"` or `"this thread"`.
         function: the qualified name of the function; empty for retain_grad, which has none.
         file, line: where the function is written; None for what has no source in Python.
         options: those that were switched on, such as `("with_kwargs",)`.
@@ -142,8 +133,8 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
         obj: a module (with all its submodules and parameters), a tensor or an optimizer.
 
     Returns:
-        One `HookRecord` per registration, in the order of the modules; then the global ones. The list is shown as a
-        table in a notebook, and `.to_dataframe()` hands it to pandas.
+        One `HookRecord` per registration: on modules, on parameters, then the global ones. A notebook shows the list
+        as a table, and `.to_dataframe()` hands it to pandas.
 
     Raises:
         TypeError: `obj` is none of the three.
@@ -156,22 +147,17 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
         forward hook on Linear: print
 
     Limits: docs/limits.md#hooks_on.
-    Source: the `OrderedDict`s in `torch/nn/modules/module.py`, `torch/_tensor.py` and `torch/optim/optimizer.py`.
+    Source: the tables in `torch/nn/modules/module.py`, `torch/_tensor.py` and `torch/optim/optimizer.py`.
     """
     if isinstance(obj, nn.Module):
         found = _on_model(obj)
     elif isinstance(obj, Tensor):
         found = _on_tensor(obj, "the tensor")
     elif isinstance(obj, Optimizer):
-        if not any(hasattr(obj, table) for table in ON_OPTIMIZER):
-            raise TypeError(
-                f"hooks_on: {type(obj).__name__} is a wrapper without hooks of its own; ask the optimizer inside it"
-            )
         found = _in_tables(obj, ON_OPTIMIZER, type(obj).__name__)
     else:
-        hint = "; it is a handle: ask the module or the tensor" if hasattr(obj, "hooks_dict_ref") else ""
-        if isinstance(obj, torch.autograd.graph.Node):
-            hint = "; hooks on autograd Nodes cannot be listed from Python"
+        is_node = isinstance(obj, torch.autograd.graph.Node)
+        hint = "; hooks on autograd Nodes cannot be listed from Python" if is_node else ""
         raise TypeError(f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}")
     return Hooks([*found, *_everywhere()])
 
@@ -181,12 +167,10 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
     """Make sure that a block leaves no hook behind that was not there before, also when it raises.
 
     Args:
-        model: the module whose hooks are compared, with submodules, parameters and the global hooks. Those that
-            PyTorch itself hangs on `state_dict` do not count.
+        model: the module whose hooks are compared, with submodules, parameters and the global hooks.
 
     Raises:
-        HookLeak: at the end of the block, naming each hook that outlived it. If the block raised, its error is
-            the cause of this one.
+        HookLeak: names each hook that outlived the block; if the block raised, its error is the cause.
         TypeError: `model` is not a module.
 
     Example:
@@ -216,14 +200,10 @@ def _new(model: nn.Module, before: set[tuple]) -> list[HookRecord]:
 
 
 def _on_model(model: nn.Module) -> Iterator[HookRecord]:
-    seen: set[Tensor] = set()  # a tied parameter has several places and its hooks fire once
     for name, module in model.named_modules():
         yield from _in_tables(module, ON_MODULE, name or type(module).__name__)
-        for own, param in module.named_parameters(recurse=False):
-            if param in seen:
-                continue
-            seen.add(param)
-            yield from _on_tensor(param, f"{name}.{own}" if name else own)
+    for name, param in model.named_parameters():
+        yield from _on_tensor(param, name)
 
 
 def _on_tensor(tensor: Tensor, place: str) -> Iterator[HookRecord]:
@@ -241,17 +221,13 @@ def _everywhere() -> Iterator[HookRecord]:
 
 
 def _in_tables(obj: Any, tables: Tables, place: str) -> Iterator[HookRecord]:
-    for attribute, (kind, option_tables) in tables.items():
+    for attribute, kind in tables.items():
         for number, function in (getattr(obj, attribute, None) or {}).items():
-            options = [name for name, table in option_tables.items() if getattr(obj, table).get(number)]
-            if kind == "full backward hook" and _is_legacy(obj):
+            options = [name for name, suffix in OPTIONS.items() if number in getattr(obj, attribute + suffix, ())]
+            full = "_global_is_full_backward_hook" if obj is modules else "_is_full_backward_hook"
+            if kind == "full backward hook" and getattr(obj, full) is False:
                 kind = "legacy backward hook"
             yield _record(kind, place, function, tuple(options), (attribute, id(obj), number))
-
-
-def _is_legacy(obj: Any) -> bool:
-    full = obj._global_is_full_backward_hook if obj is modules else obj._is_full_backward_hook
-    return full is False
 
 
 def _record(kind: str, place: str, function: Any, options: tuple[str, ...], key: tuple) -> HookRecord:
@@ -272,21 +248,12 @@ def _record(kind: str, place: str, function: Any, options: tuple[str, ...], key:
 
 def _unwrapped(function: Any) -> Any:
     """The function a person wrote, behind partials, wrappers, methods and torch.compile."""
-    while True:
-        if isinstance(function, functools.partial):
-            function = function.func
-            continue
-        for attribute in ("__wrapped__", "__func__", "hook"):
-            # Not what __getattr__ makes up: a Mock has every attribute.
-            known = hasattr(type(function), attribute) or attribute in getattr(function, "__dict__", ())
-            if attribute == "hook":  # of PyTorch's own wrappers, and not a method of somebody's
-                known = known and type(function).__module__.startswith("torch.")
-            inner = getattr(function, attribute, None) if known else None
-            if callable(inner):
-                function = inner
-                break
-        else:
-            return function
+    inner = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+    if isinstance(function, functools.partial):
+        inner = function.func
+    elif type(function).__module__.startswith("torch."):
+        inner = getattr(function, "hook", None)
+    return function if inner is None else _unwrapped(inner)
 
 
 def _short(file: str) -> str:

@@ -18,8 +18,6 @@ from hooklab._support.torch_private import eager
 
 __all__ = ["ClipGradients", "Watch", "clip", "clip_gradients", "scale", "watch", "zero"]
 
-# Autograd hands a hook None where an operation with several results had no gradient for this one
-# (`a, b = x.chunk(2)` and only `a` is used): there is nothing to record and nothing to change then.
 Hook = Callable[[Tensor | None], Tensor | None]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,8 +40,7 @@ class Watch(Installed, Mapping[str, Tensor]):
         with self._all_or_none():
             for name, tensor in tensors.items():
                 # The hook holds two lists and never its tensor, which would stay alive until it is removed.
-                record = _recorder(name, self.history[name], self.order)
-                self._handles.append(tensor.register_hook(record))
+                self._handles.append(tensor.register_hook(_recorder(name, self.history[name], self.order)))
 
     def __getitem__(self, name: str) -> Tensor:
         if self.history.get(name):
@@ -64,12 +61,9 @@ class Watch(Installed, Mapping[str, Tensor]):
         return f"Watch(gradients arrived at {', '.join(arrived)})"
 
 
-def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Callable[[Tensor | None], None]:
-    @unserializable_hook
-    @eager
-    def record(grad: Tensor | None) -> None:
-        if grad is None:
-            return
+def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Hook:
+    @_hook
+    def record(grad: Tensor) -> None:
         if torch.func.debug_unwrap(grad) is not grad:
             raise RuntimeError(
                 f"watch: the gradient at {name!r} lives inside a torch.func transform and ends with it, so it cannot "
@@ -85,21 +79,18 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     """See the gradient of any tensor, leaf or not, without changing anything.
 
     The hooks are installed at once; `with`, or `.remove()`, takes them off. A computed tensor is a new one in each
-    step, so watch it inside the step, and after edits in place. `history` keeps every gradient: in a long run make
-    a new watch per step.
+    step, so watch it inside the step. `history` keeps every gradient: in a long run make a new watch per step.
 
     Args:
-        **tensors: the tensors to watch, each under the name you give it. Any shape, any device; each
-            must require a gradient.
+        **tensors: the tensors to watch, each under the name you give it; each must require a gradient.
 
     Returns:
-        A `Watch`. `log["y"]` is the last gradient that arrived at `y`: a detached copy with the shape, dtype and
-        device of the gradient. `log.history["y"]` has all of them, `log.order` the names as they arrived.
+        A `Watch`. `log["y"]` is a detached copy of the last gradient that arrived at `y`, `log.history["y"]` has all
+        of them, and `log.order` has the names as they arrived.
 
     Raises:
         TypeError: nothing was given, a tensor without a name, or something that is not a tensor.
         ValueError: a tensor that requires no gradient. No hook is installed then.
-        RuntimeError: entered again after its hooks were removed.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -121,8 +112,8 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
     return Watch(tensors)
 
 
-def _hook(change: Callable[[Tensor], Tensor]) -> Hook:
-    """A hook of `change`, which lets a missing gradient pass, and says so where it is not on a tensor."""
+def _hook(change: Callable[[Tensor], Tensor | None]) -> Hook:
+    """A hook of `change`, which says so where it was hung on a module or a Node."""
 
     @unserializable_hook
     @eager
@@ -134,6 +125,7 @@ def _hook(change: Callable[[Tensor], Tensor]) -> Hook:
                 f"{', '.join(type(one).__name__ for one in (grad, *others))}; register this hook on a tensor: "
                 "tensor.register_hook(...), inside a forward hook output.register_hook(...)"
             )
+        # Autograd hands over None where one of several results is not used: `a, b = x.chunk(2)`, and only `a` is.
         return None if grad is None else change(grad)
 
     return hook
@@ -141,14 +133,13 @@ def _hook(change: Callable[[Tensor], Tensor]) -> Hook:
 
 def _bounds_named(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, which refuses one bound without a name: people take it for both sides."""
-    names = list(inspect.signature(function).parameters)
-    place = names.index("min")
-    call = f"{function.__name__}({''.join(f'{name}, ' for name in names[:place])}"
+    place = list(inspect.signature(function).parameters).index("min")
+    call = f"{function.__name__}({'model, ' * place}"
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound: Any = args[place] if len(args) == place + 1 and "max" not in kwargs else None
-        if isinstance(bound, Real) and not isinstance(bound, bool):
+        bound: Any = args[-1] if len(args) == place + 1 and "max" not in kwargs else None
+        if isinstance(bound, Real):
             raise TypeError(
                 f"{call}{bound}): one bound without a name would be the lower one, with no upper one; "
                 f"write {call}{-abs(bound)}, {abs(bound)}) for both sides, or {call}min={bound})"
@@ -165,7 +156,7 @@ def scale(factor: float) -> Hook:
         factor: a real number; negative reverses the gradient, as in domain-adversarial training.
 
     Returns:
-        A function for `Tensor.register_hook`. It returns a new tensor and never edits its argument.
+        A function for `Tensor.register_hook`. It returns a new tensor and edits nothing.
 
     Raises:
         TypeError: `factor` is not a real number.
@@ -181,12 +172,7 @@ def scale(factor: float) -> Hook:
     factor = refuse.number("scale", "factor", factor)
     if not math.isfinite(factor):
         raise ValueError(f"scale(factor={factor}): expected a finite number; to stop a gradient use zero()")
-
-    @_hook
-    def scale_hook(grad: Tensor) -> Tensor:
-        return grad * factor
-
-    return scale_hook
+    return _hook(lambda grad: grad * factor)
 
 
 @_bounds_named
@@ -194,12 +180,10 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     """A hook that moves every entry of the gradient into [min, max].
 
     Args:
-        min: the lower bound, or None for none. For ±1 write `clip(-1, 1)`.
-        max: the upper bound, or None for none.
+        min, max: the lower and the upper bound, None for none. For ±1 write `clip(-1, 1)`.
 
     Returns:
-        A function for `Tensor.register_hook`. It returns a new tensor and never edits its argument.
-        NaN entries stay NaN, as in `torch.clamp`, which refuses complex and sparse gradients.
+        A function for `Tensor.register_hook`. It returns a new tensor, as `torch.clamp` does: NaN stays NaN.
 
     Raises:
         TypeError: a bound is not a real number, both are missing, or one stands alone without its name.
@@ -212,24 +196,17 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
         >>> x.grad
         tensor([-1.0000,  0.5000,  1.0000])
 
-    Limits: docs/limits.md#clip.
-    Source: [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
+    Limits: docs/limits.md#clip. Source: [`torch.clamp`](https://docs.pytorch.org/docs/stable/generated/torch.clamp.html).
     """
     bounds = refuse.bounds("clip", min, max)
-
-    @_hook
-    def clip_hook(grad: Tensor) -> Tensor:
-        return grad.clamp(**refuse.within(bounds, grad.dtype))
-
-    return clip_hook
+    return _hook(lambda grad: grad.clamp(**bounds))
 
 
 def zero(*given: object) -> Hook:
     """A hook that replaces the gradient by zeros, also where it was NaN or infinite. Register `zero()`, not `zero`.
 
     Returns:
-        A function for `Tensor.register_hook`. It returns a new tensor with the shape, dtype and
-        device of its argument, and never edits its argument.
+        A function for `Tensor.register_hook`. It returns a new tensor and edits nothing.
 
     Raises:
         TypeError: it was given something, as where `zero` itself is registered.
@@ -243,12 +220,7 @@ def zero(*given: object) -> Hook:
     """
     if given:
         raise TypeError(f"zero() takes no argument, found {type(given[0]).__name__}; register zero(), not zero itself")
-
-    @_hook
-    def zero_hook(grad: Tensor) -> Tensor:
-        return torch.zeros_like(grad)
-
-    return zero_hook
+    return _hook(lambda grad: torch.zeros_like(grad))
 
 
 class ClipGradients(Installed):
@@ -276,16 +248,14 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
 
     Args:
         model: the module whose parameters are hooked.
-        min: the lower bound, or None for none. For ±1 write `clip_gradients(model, -1, 1)`.
-        max: the upper bound, or None for none.
+        min, max: the bounds, as in `clip`. For ±1 write `clip_gradients(model, -1, 1)`.
 
     Returns:
-        An object with `.remove()`, also for `with`. NaN entries stay NaN.
+        An object with `.remove()`, also for `with`.
 
     Raises:
-        TypeError: `model` is no module, a bound is no real number, both are missing, or one has no name.
-        ValueError: `min` > `max`, a bound is NaN, no parameter requires a gradient, or one is complex, lazy or sharded.
-        RuntimeError: entered again after its hooks were removed.
+        TypeError: `model` is no module, or a bound is not as in `clip`.
+        ValueError: `min` > `max`, a bound is NaN, no parameter requires a gradient, or one is lazy or sharded.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -299,11 +269,6 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
     """
     refuse.no_module("clip_gradients", model)
     bounds = refuse.bounds("clip_gradients", min, max)
-    return ClipGradients(_clippable(model), bounds)
-
-
-def _clippable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require a gradient; refused where a hook on them could not clip it."""
     kind = type(model).__name__
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not params:
@@ -314,15 +279,10 @@ def _clippable(model: nn.Module) -> list[nn.Parameter]:
         )
     for name, param in params.items():
         refuse.lazy("clip_gradients", name, param)
-    if any(param.is_complex() for param in params.values()):
-        raise ValueError(
-            f"clip_gradients: {kind} has complex parameters, and complex numbers have no order; "
-            "bound their size instead: torch.nn.utils.clip_grad_norm_ after backward"
-        )
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     if classes & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ValueError(
             f"clip_gradients: the parameters of {kind} are sharded (FSDP), and hooks on them "
             "never fire; call torch.nn.utils.clip_grad_value_ after backward"
         )
-    return list(params.values())
+    return ClipGradients(list(params.values()), bounds)

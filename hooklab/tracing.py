@@ -39,7 +39,7 @@ class Trace(Tabular, Installed):
         super().__init__("trace")
         # Each event with the number of its backward, and of the forward that made its Node.
         self._recorded: list[tuple[Event, tuple[int, int]]] = []
-        self._removed = self._entered = self._sees_new_nodes = False
+        self._entered = self._sees_new_nodes = False
         self._contexts = ExitStack()
         self._stack: list[Forward] = []
         self._nodes: dict[tuple[int, int], Event] = {}  # the Node that runs, by thread and number of the backward
@@ -49,8 +49,7 @@ class Trace(Tabular, Installed):
         self._calls: Counter[str] = Counter()  # of each module, in this forward
         self._places: dict[str, tuple[str, ...]] = {}  # of modules, in this forward: what they were called in
         self._owners: dict[str, str] = {}  # of parameters: the modules
-        # By id(), which is used again once it is free.
-        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by id(), which is used again once it is free
         self._retained = Retained(tensors)
         with self._all_or_none():
             if model is not None:
@@ -58,8 +57,6 @@ class Trace(Tabular, Installed):
             self._hang_on_tensors(tensors)
             self._handles.append(register_optimizer_step_pre_hook(self._on_step("optimizer step pre-hook")))
             self._handles.append(register_optimizer_step_post_hook(self._on_step("optimizer step post-hook")))
-
-    # ---- what a reader asks for ----
 
     @property
     def events(self) -> list[Event]:
@@ -91,13 +88,8 @@ class Trace(Tabular, Installed):
         for phase, kind, where, shape, inside, inferred in self._records():
             yield phase, kind, where, str(shape or ""), " › ".join(inside), "yes" if inferred else ""
 
-    # ---- from the call to the end of the block ----
-
     def __enter__(self) -> "Trace":
-        if self._removed:
-            raise RuntimeError(
-                "trace: its hooks have been removed, and do not come back; call trace again for new ones"
-            )
+        super().__enter__()
         if self._entered:
             raise RuntimeError("trace: this block is open already; call trace again for another one")
         self._entered = True
@@ -119,8 +111,7 @@ class Trace(Tabular, Installed):
 
     def remove(self) -> None:
         """Take every hook off again; the events stay. Twice is harmless."""
-        self._removed = True  # the contexts end with the block, and note nothing until then
-        super().remove()
+        super().remove()  # the contexts end with the block, and without handles they note nothing until then
         self._sees_new_nodes = False
         self._held.clear()
         self._stack.clear()
@@ -128,9 +119,7 @@ class Trace(Tabular, Installed):
     def __getstate__(self) -> dict[str, Any]:
         """What was recorded can be copied and pickled, as a part of a model perhaps; hooks stay where they are."""
         left = {"_contexts": ExitStack(), "_retained": Retained({}), "_held": [], "_stack": [], "_names": {}}
-        return super().__getstate__() | left | {"_recorded": list(self._recorded), "_removed": True}
-
-    # ---- hanging ----
+        return super().__getstate__() | left | {"_recorded": list(self._recorded)}
 
     def _hang_on_model(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -142,24 +131,27 @@ class Trace(Tabular, Installed):
             self._names[id(param)] = weakref.ref(param), name
             self._owners[name] = name.rpartition(".")[0] or type(model).__name__
             if param.requires_grad and not nn.parameter.is_lazy(param):
-                self._handles.append(param.register_post_accumulate_grad_hook(self._on_accumulated(name)))
+                note = self._note("post-accumulate-grad hook", name)
+                self._handles.append(param.register_post_accumulate_grad_hook(note))
 
     def _hang_on_tensors(self, tensors: dict[str, Tensor]) -> None:
         nodes: dict[graph.Node, None] = {}  # each once, though several tensors may lead to it
         for name, tensor in tensors.items():
             known = self._name(tensor)  # a parameter of the model has this hook already
             self._names[id(tensor)] = weakref.ref(tensor), name
-            self._handles.append(tensor.register_hook(unserializable_hook(self._on_gradient(name))))
+            self._handles.append(tensor.register_hook(unserializable_hook(self._note("tensor hook", name))))
             if tensor.is_leaf and not known:
-                self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated(name)))
+                note = self._note("post-accumulate-grad hook", name)
+                self._handles.append(tensor.register_post_accumulate_grad_hook(note))
             nodes.update(dict.fromkeys(behind(gradient_node(tensor))))
         for node in nodes:
             self._hang_on_node(node)
         # Until new Nodes are seen, nobody else may keep the Node of a leaf, which keeps the leaf.
         self._held = [node for node in nodes if hasattr(node, "variable")]
         if len(tensors) > 1:
-            note = self._on_all_gradients(", ".join(tensors))
-            self._handles.append(graph.register_multi_grad_hook(list(tensors.values()), note))
+            on_all = self._note("multi-grad hook", ", ".join(tensors))
+            hook = graph.register_multi_grad_hook([*tensors.values()], lambda gradients: on_all(gradients[0]))
+            self._handles.append(hook)
 
     def _hang_on_old_leaves(self) -> None:
         """While an earlier graph lives, the Nodes of its parameters live too, and are not created anew."""
@@ -171,7 +163,7 @@ class Trace(Tabular, Installed):
     @eager
     def _hang_on_node(self, node: Any) -> None:
         # A Node may stand behind an earlier output of the model, or behind one of the given tensors.
-        if self._removed or self._mark in node.metadata or torch.compiler.is_compiling():
+        if not self._handles or self._mark in node.metadata or torch.compiler.is_compiling():
             return
         node.metadata[self._mark] = True
         name = self._name(node.variable) if hasattr(type(node), "variable") else ""
@@ -187,13 +179,11 @@ class Trace(Tabular, Installed):
 
         @eager
         def after(grad_inputs: tuple, grad_outputs: tuple) -> None:
-            node = self._nodes.pop(_here(), None)
-            place = inside if node is None else node.inside
+            begun = self._nodes.pop(_here(), None)
+            place = begun.inside if begun else inside
             self._record("Node hook", where, first_shape(grad_inputs), place, forward)
 
         self._handles += [node.register_prehook(before), node.register_hook(after)]
-
-    # ---- what the hooks do: note, and return None, so that nothing is replaced ----
 
     @eager
     def _begin(self, label: str, is_root: bool, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -227,47 +217,39 @@ class Trace(Tabular, Installed):
             for node in {node for root in roots for node in behind(root)}:
                 self._hang_on_node(node)
 
-    def _on_gradient(self, where: str) -> Callable:
-        return eager(lambda grad: self._record("tensor hook", where, first_shape(grad)))
-
-    def _on_all_gradients(self, where: str) -> Callable:
-        return eager(lambda grads: self._record("multi-grad hook", where, first_shape(grads[0])))
-
-    def _on_accumulated(self, where: str) -> Callable:
-        kind = "post-accumulate-grad hook"
-        return eager(lambda param: self._record(kind, where, first_shape(param), self._node().inside))
+    def _note(self, kind: str, where: str) -> Callable:
+        return eager(lambda tensor: self._record(kind, where, first_shape(tensor)))
 
     def _on_step(self, kind: str) -> Callable:
         return eager(lambda optimizer, args, kwargs: self._record(kind, type(optimizer).__name__, None))
 
     def _packing(self) -> tuple[Callable, Callable]:
-        outer = outer_hooks()
+        outer_pack, outer_unpack = outer_hooks() or (hold, unhold)
 
         def pack(tensor: Tensor) -> Any:
             self._record("pack", self._name(tensor), first_shape(tensor))
-            return hold(tensor) if outer is None else outer[0](tensor)
+            return outer_pack(tensor)
 
         def unpack(packed: Any) -> Tensor:
-            tensor = packed[0] if outer is None else outer[1](packed)
+            tensor = outer_unpack(packed)
             if graph_task() != NO_BACKWARD:  # somebody reads a `_saved_*` attribute otherwise
-                self._record("unpack", self._node().where, first_shape(tensor), self._node().inside)
-            return unhold(packed) if outer is None else tensor
+                self._record("unpack", self._node().where, first_shape(tensor))
+            return tensor
 
         return pack, unpack
-
-    # ---- the clock ----
 
     def _record(
         self, kind: str, where: str, shape: Any, inside: tuple[str, ...] | None = None, forward: int = 0
     ) -> None:
-        if self._removed:
+        if not self._handles:
             return
         run = self._recorded[-1][1][0] if self._recorded else NO_BACKWARD
         arrived = list(self._retained.arrived())
         if run != NO_BACKWARD:  # they arrived since the latest event: in backward, if that was in backward
             self._recorded += [(event, (run, 0)) for event in arrived]
-        phase = phase_of(kind, graph_task(), self._stack)
-        event = Event(kind, where, phase, shape, self._inside() if inside is None else inside)
+        if inside is None:
+            inside = self._node().inside if kind in ("post-accumulate-grad hook", "unpack") else self._inside()
+        event = Event(kind, where, phase_of(kind, graph_task(), self._stack), shape, inside)
         if kind == "Node pre-hook":
             self._nodes[_here()] = event
         self._recorded.append((event, (graph_task(), forward)))
@@ -295,11 +277,10 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     `pack`, `unpack` and the Nodes created meanwhile are seen inside the block, in its thread.
 
     Args:
-        model: every module in it (forward pre-hook, forward hook) and every parameter (post-accumulate-grad
-            hook) is traced; optimizers always are.
-        **tensors: tensors to trace under the names you give them, of any shape: tensor hook, retain_grad,
-            post-accumulate-grad hook (leaf), the hooks of every Node that leads to them, and with two or more
-            tensors a multi-grad hook on all.
+        model: every module in it (forward pre-hook, forward hook) and every parameter (post-accumulate-grad hook)
+            is traced; optimizers always are.
+        **tensors: tensors to trace under the names you give them: tensor hook, retain_grad, post-accumulate-grad
+            hook (leaf), the hooks of every Node that leads to them, and with two or more a multi-grad hook on all.
 
     Returns:
         A `Trace`: `.events`, `.lines()` as text, `.phase("backward")`. What is concluded and not seen is marked
@@ -308,7 +289,6 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
     Raises:
         TypeError: `model` is no module, a tensor has no name or is none, or nothing was given.
         ValueError: a tensor requires no gradient. No hook is installed then.
-        RuntimeError: entered again, while the block is open or after its hooks were removed.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -329,12 +309,9 @@ def trace(model: nn.Module | None = None, *unnamed: object, **tensors: Tensor) -
         )
     if model is None and not tensors:
         raise TypeError("trace() was given nothing to trace; give a model, or name tensors: trace(y=y)")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(
-            f"trace: expected a module, found {type(model).__name__}; tensors are given by name: trace(y=y)"
-        )
     for name, tensor in tensors.items():
         refuse.unhookable("trace", name, tensor)
     if model is not None:
+        refuse.no_module("trace", model)
         warn_if_compiled("trace", model, stacklevel=3)
     return Trace(model, tensors)

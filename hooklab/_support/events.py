@@ -19,7 +19,7 @@ class Event:
     """One hook firing.
 
     Attributes:
-        kind: PyTorch's word for the hook: `"forward hook"`, `"tensor hook"`, `"Node pre-hook"`, `"pack"`, …
+        kind: PyTorch's word: `"forward hook"`, `"tensor hook"`, `"Node pre-hook"`, `"pack"`, …
         where: the module, tensor, Node or optimizer; `#2` marks a module's second call in one forward.
         phase: `"forward"`, `"backward"`, `"recompute"` (a forward inside backward) or `"step"`.
         shape: of the tensor concerned (the first, where there are several), or None.
@@ -48,13 +48,12 @@ def phase_of(kind: str, task: int, stack: list[Forward]) -> str:
     """The phase of an event that happens in the backward `task`, while the forwards of `stack` run."""
     if kind.startswith("optimizer"):
         return "step"
-    if not kind.startswith("forward") and kind != "pack":
-        return "backward"
-    if task == NO_BACKWARD:
+    if kind.startswith("forward"):
+        return "forward" if task == NO_BACKWARD else "recompute"
+    if kind == "pack" and task == NO_BACKWARD:
         return "forward"
     # With create_graph=True backward itself saves tensors, also where a forward asks for gradients.
-    recomputes = kind != "pack" or (stack and stack[-1].task == task)
-    return "recompute" if recomputes else "backward"
+    return "recompute" if kind == "pack" and stack and stack[-1].task == task else "backward"
 
 
 def line(number: int, event: Event) -> str:
@@ -89,14 +88,12 @@ def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
 
 
 def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[Event]:
-    """The events, with the begin and the end of each module's backward put in.
+    """The events, with the begin and the end of each module's backward put in: around the Nodes of its forward.
 
-    A module's backward begins before the first Node and ends after the last Node that its forward has
-    created. `recorded` holds each event with the number of its backward run, and of the forward that made its Node.
+    `recorded` holds each event with the number of its backward, and of the forward that made its Node.
     """
-    first: dict[tuple[str, tuple[int, int]], int] = {}
-    last: dict[tuple[str, tuple[int, int]], int] = {}
-    latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a run, what ran last
+    spans: dict[tuple[str, tuple[int, int]], list[int]] = {}  # of a module in a run: where it begins and ends
+    latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a backward: what ran last
     for position, (event, made) in enumerate(recorded):
         if event.kind in ("Node pre-hook", "Node hook"):
             # Forwards share a leaf's Node, while an earlier graph is alive.
@@ -104,23 +101,15 @@ def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[
             for module in event.inside:
                 run = latest.get((module, made[0]), made) if leaf else made
                 latest[module, made[0]] = run
-                first.setdefault((module, run), position)
-                last[module, run] = position
-    begins: dict[int, list[str]] = {}
-    ends: dict[int, list[str]] = {}
-    for (module, run), position in first.items():
-        begins.setdefault(position, []).append(module)
-        ends.setdefault(last[module, run], []).append(module)
+                spans.setdefault((module, run), [position, position])[1] = position
+    begins = {(begin, module) for (module, _), (begin, _) in spans.items()}
+    ends = {(end, module) for (module, _), (_, end) in spans.items()}
     events: list[Event] = []
     for position, (event, _) in enumerate(recorded):
-        events += [_edge("begins", module, event) for module in _nested(begins.get(position, []), event)]
+        events += [_edge("begins", module, event) for module in event.inside if (position, module) in begins]
         events.append(event)
-        events += [_edge("ends", module, event) for module in reversed(_nested(ends.get(position, []), event))]
+        events += [_edge("ends", module, event) for module in reversed(event.inside) if (position, module) in ends]
     return events
-
-
-def _nested(modules: list[str], event: Event) -> list[str]:
-    return sorted(modules, key=event.inside.index)
 
 
 def _edge(what: str, module: str, event: Event) -> Event:

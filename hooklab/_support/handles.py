@@ -1,6 +1,6 @@
 """Hooks, or other changes, that were installed together and go together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -15,12 +15,8 @@ NOWHERE = nullcontext()  # its `__exit__` takes anything, returns None, and is p
 class OwnHook(partial):
     """A hook on a module, `function(*state, module, args, output)`, that belongs to this module alone.
 
-    A deep copy of the module, and what is pickled of it, has a hook in its place that does nothing. So forwards of the
-    copy are not recorded, and nothing of ours travels with it.
+    A deep copy of the module, and what is pickled of it, has a hook in its place that does nothing.
     """
-
-    def __deepcopy__(self, memo: dict) -> Callable:
-        return NOWHERE.__exit__
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return getattr, (NOWHERE, "__exit__")
@@ -31,7 +27,7 @@ class Installed:
 
     _gone = "its hooks have been removed, and do not come back"
 
-    def __init__(self, what: str = "") -> None:
+    def __init__(self, what: str) -> None:
         self._handles: list[Any] = []
         self._what = what
         self._task = graph_task()  # the backward in whose hook this was made
@@ -56,7 +52,7 @@ class Installed:
 
     def __enter__(self) -> Self:
         if not self._handles:
-            raise RuntimeError(f"{self._what or type(self).__name__}: {self._gone}; call the function again")
+            raise RuntimeError(f"{self._what}: {self._gone}; call the function again")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

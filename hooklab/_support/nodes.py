@@ -1,9 +1,8 @@
 """Walk through autograd graphs."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from torch import Tensor, enable_grad, inference_mode
+from torch import Tensor, inference_mode
 from torch.autograd.graph import Node, get_gradient_edge
 
 __all__ = ["behind", "gradient_node", "node_name"]
@@ -12,12 +11,7 @@ __all__ = ["behind", "gradient_node", "node_name"]
 def gradient_node(tensor: Tensor) -> Node:
     """The Node that the gradient of `tensor` goes to; of a leaf its AccumulateGrad."""
     with inference_mode(False):
-        try:
-            return get_gradient_edge(tensor).node
-        except RuntimeError:  # it asks for a view, which no sparse and no strided nested leaf has
-            with enable_grad():
-                copied: Any = tensor.clone().grad_fn
-                return copied.next_functions[0][0]
+        return get_gradient_edge(tensor).node
 
 
 def node_name(node: Node) -> str:

@@ -4,23 +4,10 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "bounds",
-    "count",
-    "interval",
-    "lazy",
-    "listed",
-    "no_choice",
-    "no_module",
-    "not_callable",
-    "number",
-    "unhookable",
-    "why_silent",
-    "within",
-]
+__all__ = ["bounds", "count", "interval", "lazy", "listed", "no_choice", "no_module"]
+__all__ += ["not_callable", "number", "unhookable", "why_silent"]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -66,23 +53,17 @@ def unhookable(function: str, name: str, tensor: object) -> None:
     lazy(function, name, tensor)
     if tensor.requires_grad:
         return
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(
-            f"{function}({name}=...): this tensor holds {tensor.dtype}, and only floating-point and complex tensors "
-            "have gradients; take one that it was computed from"
-        )
-    if isinstance(tensor, nn.Parameter):
-        raise ValueError(
-            f"{function}({name}=...): this parameter is frozen (requires_grad=False), so no gradient will reach it; "
-            "leave it out: take only the parameters with requires_grad=True"
-        )
+    what = f"tensor of shape {tuple(tensor.shape)} has requires_grad=False"
     cure = f"call {name}.requires_grad_() before computing with it, and check that torch.no_grad() is off"
-    if tensor.is_inference():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        what = f"tensor holds {tensor.dtype}, and only floating-point and complex tensors have gradients"
+        cure = "take one that it was computed from"
+    elif isinstance(tensor, nn.Parameter):
+        what = "parameter is frozen (requires_grad=False)"
+        cure = "leave it out: take only the parameters with requires_grad=True"
+    elif tensor.is_inference():
         cure = f"it was made in torch.inference_mode(): make it outside, or take {name}.clone().requires_grad_()"
-    raise ValueError(
-        f"{function}({name}=...): this tensor of shape {tuple(tensor.shape)} has requires_grad=False, so no "
-        f"gradient will reach it; {cure}"
-    )
+    raise ValueError(f"{function}({name}=...): this {what}, so no gradient will reach it; {cure}")
 
 
 def number(function: str, name: str, value: object) -> float:
@@ -94,10 +75,7 @@ def number(function: str, name: str, value: object) -> float:
         elif isinstance(value, Tensor):
             hint = "; give a plain number: .item() of a tensor with one entry"
         raise TypeError(f"{function}({name}=...): expected a number, found {type(value).__name__}{hint}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{function}({name}=...): expected a number that a float can hold") from None
+    return float(value)
 
 
 def bounds(function: str, min: float | None, max: float | None) -> dict[str, float]:
@@ -112,12 +90,6 @@ def bounds(function: str, min: float | None, max: float | None) -> dict[str, flo
     if min is not None and max is not None and min > max:
         raise ValueError(f"{function}(min={min}, max={max}): min is above max; did you mean min={max}, max={min}?")
     return given
-
-
-def within(bounds: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """The same for one dtype: a bound that it cannot hold bounds nothing there, and becomes infinite."""
-    most = torch.finfo(dtype).max
-    return {name: bound if abs(bound) <= most else math.copysign(math.inf, bound) for name, bound in bounds.items()}
 
 
 def count(function: str, name: str, value: object, least: int = 0) -> int:

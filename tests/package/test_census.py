@@ -5,7 +5,6 @@ import functools
 import gc
 import pickle
 import weakref
-from unittest.mock import Mock
 
 import forked_kernels
 import nbformat
@@ -17,7 +16,6 @@ from torch.autograd import graph
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import hooklab
 from hooklab import HookLeak, hooks_on, no_leftovers, watch
 
 
@@ -58,7 +56,10 @@ def test_each_kind_on_a_module_is_found_in_its_place_and_gone_when_removed(net, 
 def test_hooks_on_parameters_are_found_under_their_names(net):
     net[0].weight.register_hook(spy)
     net[0].bias.register_post_accumulate_grad_hook(spy)
-    assert listed(net) == [("tensor hook", "0.weight", "spy"), ("post-accumulate-grad hook", "0.bias", "spy")]
+    net[2].register_forward_hook(spy)
+    assert listed(net) == [
+        ("forward hook", "2", "spy"), ("tensor hook", "0.weight", "spy"), ("post-accumulate-grad hook", "0.bias", "spy"),
+    ]  # fmt: skip
 
 
 def test_hooks_on_a_tensor_are_found_with_retain_grad_and_multi_grad_hooks():
@@ -221,13 +222,6 @@ def test_a_second_registration_of_a_function_that_was_there_is_a_leak(net):
         net[0].register_forward_hook(spy)
 
 
-def test_a_hook_swapped_for_another_is_a_leak(net):
-    handle = net[0].register_forward_hook(spy)
-    with pytest.raises(HookLeak, match="1 hook"), no_leftovers(net):
-        handle.remove()
-        net[0].register_forward_hook(spy)
-
-
 def test_a_global_hook_and_a_parameters_hook_are_leaks(net):
     handles = []
     with pytest.raises(HookLeak, match="2 hook") as caught, no_leftovers(net):
@@ -275,11 +269,6 @@ def test_no_leftovers_refuses_what_is_no_module():
         pass
 
 
-def test_hooklab_itself_leaves_nothing(net):
-    with no_leftovers(net), watch(**dict(net.named_parameters())), hooklab.trace(net):
-        net(torch.ones(1, 2)).sum().backward()
-
-
 def test_hooks_on_a_resnet_50_are_all_found():
     torchvision = pytest.importorskip("torchvision")
     model = torchvision.models.resnet50()
@@ -291,12 +280,6 @@ def test_hooks_on_a_resnet_50_are_all_found():
 
 
 # ---- what once went wrong ----
-
-
-def test_a_mock_is_named_though_it_has_every_attribute(net):
-    net.register_forward_hook(Mock(return_value=None))
-    (hook,) = hooks_on(net)
-    assert hook.function == "Mock"
 
 
 def test_tied_parameters_are_listed_once():
@@ -323,18 +306,6 @@ def test_a_leak_can_be_sent_to_another_process():
     assert (str(again), again.hooks) == (str(caught.value), caught.value.hooks)
 
 
-def test_a_method_called_hook_of_what_was_registered_is_not_taken_for_it(net):
-    class Recorder:
-        def __call__(self, module, args, output): ...
-
-        def hook(self): ...
-
-    net.register_forward_hook(Recorder())
-    (record,) = hooks_on(net)
-    assert record.function.endswith("Recorder")
-    assert record.line == Recorder.__call__.__code__.co_firstlineno
-
-
 def test_what_pytorch_hangs_on_state_dicts_for_itself_is_no_leftover():
     layer = nn.Linear(2, 2)
     with no_leftovers(layer):
@@ -345,14 +316,15 @@ def test_what_pytorch_hangs_on_state_dicts_for_itself_is_no_leftover():
         layer.register_forward_pre_hook(torch.nn.Module.train)
 
 
-def test_a_wrapper_that_only_calls_itself_an_optimizer_is_refused():
+def test_a_wrapper_of_an_optimizer_shows_none_of_the_hooks_inside_it():
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, inner):
             self.inner = inner
 
     inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(TypeError, match="Wrapper is a wrapper without hooks of its own; ask the optimizer inside it"):
-        hooks_on(Wrapper(inner))
+    inner.register_step_post_hook(spy)
+    assert hooks_on(Wrapper(inner)) == []
+    assert listed(inner) == [("optimizer step post-hook", "SGD", "spy")]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
