@@ -11,18 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "NO_BACKWARD",
-    "cached_parametrizations",
-    "eager",
-    "graph_task",
-    "hook_ids",
-    "is_compiled",
-    "is_fake",
-]
-__all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "uncompiled", "without_modes"]
+__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_checkpoint_hook"]
+__all__ += ["is_compiled", "is_fake", "outer_hooks", "recomputing", "running_calls", "saves_something", "saving_node"]
+__all__ += ["uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -51,6 +45,19 @@ def saving_node() -> Any:
     """The Node that is running its backward in this thread; None outside, and where PyTorch cannot say."""
     current = getattr(torch._C, "_current_autograd_node", None)
     return current() if current is not None else None
+
+
+def is_checkpoint_hook(hook: object) -> bool:
+    """True for a saved-tensor hook of a checkpoint, known by the module that defines it.
+
+    Where PyTorch defines it elsewhere, `saved_tensors` does not count what a checkpoint recomputes.
+    """
+    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+
+
+def saves_something(node: Node) -> bool:
+    """True for a Node that has saved tensors; False for all where PyTorch calls those attributes otherwise."""
+    return any(name.startswith("_raw_saved_") for name in dir(node))
 
 
 def hook_ids(tensor: Tensor) -> tuple[int, ...]:

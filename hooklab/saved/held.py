@@ -1,4 +1,4 @@
-"""What a record of saved tensors is made of: one entry a tensor, the memory that it lies in, and how long it is held."""
+"""What a record of saved tensors is made of: one entry a tensor, the storage that it lies in, and how long it is held."""
 
 import itertools
 import weakref
@@ -16,7 +16,7 @@ from hooklab._support.torch_private import eager, saving_node
 
 __all__ = ["Dropped", "Held", "SavedTensor", "Storages", "nbytes", "owned"]
 
-SPARSE = {  # what such a tensor is made of
+SPARSE = {  # the parts of such a tensor
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
@@ -33,9 +33,9 @@ class SavedTensor:
             checkpoint. Before PyTorch 2.15 known once backward has used it.
         shape, dtype: of the tensor.
         bytes: of its elements, as a copy would need them.
-        storage: the number of the memory it lies in; equal numbers share memory.
-        storage_bytes: of the whole memory, which a slice keeps alive too.
-        version: how often that memory had been edited in place.
+        storage: the number of the storage it lies in; equal numbers share memory.
+        storage_bytes: of the whole storage, which a slice keeps alive too.
+        version: how often that storage had been edited in place.
         owner: the name of the parameter or buffer it belongs to; empty for what the forward has computed.
     """
 
@@ -58,8 +58,7 @@ class Held:
         log.append((record, "saved"))
 
     def use(self) -> None:
-        """Backward has read the tensor."""
-        # Since PyTorch 2.15 the Node was seen as it was made.
+        """Backward has read the tensor: before PyTorch 2.15 this is where its Node is seen first."""
         if not hasattr(graph, "node_creation_hook") and (node := saving_node()) is not None:
             self.record.operation = self.record.operation or node_name(node)
 
@@ -71,13 +70,13 @@ class Held:
 class Dropped(Held):
     """The same where a checkpoint drops the tensor: it lives from the recomputation until backward has read it."""
 
-    def __init__(self, log: list[tuple[SavedTensor, str]], record: SavedTensor, all_of_them: list[Any]):
-        self.log, self.record, self.lives, self.all_of_them = log, record, False, all_of_them
-        all_of_them.append(weakref.ref(self))
+    def __init__(self, log: list[tuple[SavedTensor, str]], record: SavedTensor, together: list[Any]):
+        self.log, self.record, self.lives, self.together = log, record, False, together
+        together.append(weakref.ref(self))
 
     def use(self) -> None:
         """The first one that backward reads has the checkpoint recompute all."""
-        for reference in () if self.lives else self.all_of_them:
+        for reference in () if self.lives else self.together:
             if (other := reference()) is not None and not other.lives:
                 other.lives = True
                 self.log.append((other.record, "recomputed"))
@@ -91,31 +90,28 @@ class Dropped(Held):
 
 
 class Storages:
-    """The number and the owner of each memory; equal numbers share memory."""
+    """The number and the owner of each storage."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        # Both forget what has died: another storage may lie in its place.
+        # Both forget a storage that has been freed: another may lie in its place.
         self._known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def name_owners(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """From now on these are the parameters and buffers."""
+        """Say which parameters and buffers there are from now on."""
         self._owners = weakref.WeakKeyDictionary((tensor.untyped_storage(), name) for name, tensor in named)
 
-    def of(self, tensor: Tensor) -> tuple[int, int, int, int, str]:
-        """The tensor's bytes; and number, bytes, version and owner of the memory behind it."""
-        parts, size = SPARSE.get(tensor.layout), nbytes(tensor)
-        try:  # the last part stands for all of them
-            storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
-            whole = size if parts else storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # it has none of its own
-            return size, next(self._numbers), size, tensor._version, ""
+    def of(self, tensor: Tensor) -> tuple[int, int, int, str]:
+        """Number, bytes, version and owner of the storage behind the tensor."""
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a sparse tensor has none: each save of it counts
+            return next(self._numbers), nbytes(tensor), tensor._version, ""
         if (found := self._known.get(storage)) is None:
             owner = self._owners.get(storage, "parameter" if packing.is_parameter(tensor) else "")
-            # Autograd may run in several threads, and each storage has one number.
             found = self._known.setdefault(storage, (next(self._numbers), owner))
-        return size, found[0], whole, tensor._version, found[1]
+        return found[0], storage.nbytes(), tensor._version, found[1]
 
 
 def nbytes(tensor: Tensor) -> int:
