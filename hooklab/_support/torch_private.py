@@ -5,7 +5,7 @@ subject of `census.py` and stand there.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -81,10 +81,6 @@ def eager(function: Callable) -> Callable:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "hooks of hooklab run in Python; compile without fullgraph=True"
-    with suppress(AttributeError):  # of another PyTorch, where the compiler asks for the mark alone
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)  # and what the function calls
     return function
 
 

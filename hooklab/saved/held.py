@@ -2,7 +2,6 @@
 
 import itertools
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,29 +24,18 @@ SPARSE = {  # the parts of such a tensor
 
 @dataclass(slots=True)
 class SavedTensor:
-    """One tensor that an operation has saved for backward.
+    """One tensor that an operation has saved for backward."""
 
-    Attributes:
-        module: the innermost module whose forward was running; empty outside the model.
-        operation: the Node that saved it, `"MulBackward0"`; empty for what no Node saves, the input of a
-            checkpoint. Before PyTorch 2.15 known once backward has used it.
-        shape, dtype: of the tensor.
-        bytes: of its elements, as a copy would need them.
-        storage: the number of the storage it lies in; equal numbers share memory.
-        storage_bytes: of the whole storage, which a slice keeps alive too.
-        version: how often that storage had been edited in place.
-        owner: the name of the parameter or buffer it belongs to; empty for what the forward has computed.
-    """
-
-    module: str
+    module: str  # the innermost module whose forward was running; empty outside the model
+    # The Node that saved it, "MulBackward0"; empty for the input of a checkpoint, and until backward before PyTorch 2.15.
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    bytes: int
-    storage: int
-    storage_bytes: int
-    version: int
-    owner: str
+    bytes: int  # of its elements, as a copy would need them
+    storage: int  # the number of its storage; equal numbers share memory
+    storage_bytes: int  # of the whole storage, which a slice keeps alive too
+    version: int  # how often the storage had been edited in place
+    owner: str  # the name of the parameter or buffer it belongs to; empty for what the forward has computed
 
 
 class Held:
@@ -75,7 +63,7 @@ class Dropped(Held):
         together.append(weakref.ref(self))
 
     def use(self) -> None:
-        """The first one that backward reads has the checkpoint recompute all."""
+        """Backward has read the tensor; the first that it reads has the checkpoint recompute all."""
         for reference in () if self.lives else self.together:
             if (other := reference()) is not None and not other.lives:
                 other.lives = True
@@ -98,9 +86,9 @@ class Storages:
         self._known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    def name_owners(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Say which parameters and buffers there are from now on."""
-        self._owners = weakref.WeakKeyDictionary((tensor.untyped_storage(), name) for name, tensor in named)
+    def name_owners(self, model: nn.Module | None) -> None:
+        """From now on the parameters and buffers are those of this model."""
+        self._owners = weakref.WeakKeyDictionary((tensor.untyped_storage(), name) for name, tensor in owned(model))
 
     def of(self, tensor: Tensor) -> tuple[int, int, int, str]:
         """Number, bytes, version and owner of the storage behind the tensor."""

@@ -80,7 +80,7 @@ class Offload:
 
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
-        model = None if self._model is None else self._model()
+        model = self._model() if self._model else None
         opened = getattr(_opened, "models", ())
         if model is not None and any(one() is model for one in opened):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
@@ -95,7 +95,7 @@ class Offload:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._hooks.__exit__(kind, *exc_info)
-        _opened.models = tuple(one for one in _opened.models if one is not self._model)
+        _opened.models = tuple(one for one in getattr(_opened, "models", ()) if one is not self._model)
         self._queue.open = False
         if kind is None:
             self._queue.make_room()

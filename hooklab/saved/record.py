@@ -24,7 +24,7 @@ from hooklab._support.torch_private import (
     recomputing,
     saves_something,
 )
-from hooklab.saved.held import Dropped, Held, SavedTensor, Storages, nbytes, owned
+from hooklab.saved.held import Dropped, Held, SavedTensor, Storages, nbytes
 
 __all__ = ["SavedTensor", "SavedTensors", "saved_tensors"]
 
@@ -119,12 +119,12 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        model = self._model() if self._model is not None else None
+        model = self._model() if self._model else None
         self._before, self._task = len(self._saved), graph_task()
         self._unnamed: list[tuple[weakref.ref[Held], Any]] = []  # saved under these hooks, by a Node to come
         self._covered: list[Callable] = []  # the pack hooks of the checkpoints that are running
         self._dropped: weakref.WeakKeyDictionary[Callable, list[Any]] = weakref.WeakKeyDictionary()
-        self._storages.name_owners(owned(model))
+        self._storages.name_owners(model)
         with ExitStack() as contexts:
             contexts.enter_context(packing.installed(*self._hooks(self._save)))
             if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.15

@@ -63,15 +63,11 @@ class Segments(Installed):
         if not plan:
             raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
         modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
-        switched: list[nn.Module] = []
         with self._all_or_none():
             for name, blocks in plan.items():
-                if modules.get(name) in switched:
-                    raise ValueError(f"checkpoint_segments: {name!r} is another name of a layer in the plan")
                 module = _sequential(modules, name)
                 blocks = refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
                 self._handles.append(Switched(name, module, blocks))
-                switched.append(module)
 
     def __exit__(self, *exc_info: object) -> None:
         idle = [one.name for one in self._handles if not one.called]
@@ -161,12 +157,12 @@ class Start:
     def __init__(self, segment: nn.Sequential):
         self.segment, self.registered = segment, _registered(segment)
         self.buffers = {name: _copy(buffer) for name, buffer in segment.named_buffers()}
-        self.parameters = {
-            name: (one, one._version, _memory(one), one.requires_grad) for name, one in segment.named_parameters()
-        }
-        flags = ("training", "forward")  # a Sequential inside may run in segments of its own
+        self.parameters = [
+            (name, one, one._version, _memory(one), one.requires_grad) for name, one in segment.named_parameters()
+        ]
         modules = [vars(module) for module in segment.modules()]
-        self.flags = [(own, {name: own[name] for name in flags if name in own}) for own in modules]
+        # A Sequential inside may run in segments of its own, by its `forward`.
+        self.flags = [(own, {name: own[name] for name in own.keys() & {"training", "forward"}}) for own in modules]
 
     @contextmanager
     def restored(self) -> Iterator[dict[str, Tensor]]:
@@ -189,7 +185,7 @@ class Start:
     def refuse_changes(self) -> None:
         """RuntimeError if a parameter is not as forward has used it."""
         now = dict(self.segment.named_parameters())
-        for name, (parameter, version, memory, needs_grad) in self.parameters.items():
+        for name, parameter, version, memory, needs_grad in self.parameters:
             what, change = f"a parameter {list(parameter.shape)}", ""
             if now.get(name) is not parameter:
                 change = "is another tensor than in forward (functional_call and fully_shard lend one for a while)"
@@ -228,19 +224,22 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
         close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
         shown = refuse.listed(close) or "no Sequential in this model"
         raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
-    module = modules[name]
+    module: Any = modules[name]
     if isinstance(vars(module).get("forward"), Switched):
-        raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
+        again = "runs in segments already, perhaps under another name; remove that first"
+        raise ValueError(f"checkpoint_segments: {name!r} {again}")
     if any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
         raise ValueError(f"checkpoint_segments: {name!r} has a lazy layer; run the model once before")
     # What copies and pickles of a switched Sequential have in `forward` is the method of the class.
     if getattr(module.forward, "__func__", None) is nn.Sequential.forward:
-        return module  # type: ignore[return-value]
+        return module
     found = type(module).__name__
     if isinstance(module, nn.Sequential):
         found += " with a forward of its own"
     elif isinstance(module, nn.ModuleList):
         switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
-        found += f", whose owner calls the blocks in a loop: put torch.utils.checkpoint there, or use {switch}"
+        found += (
+            f", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there or use {switch}"
+        )
     wanted = "a Sequential, whose blocks run one after the other"
     raise TypeError(f"checkpoint_segments: {name!r} should be {wanted}; found {found}")
