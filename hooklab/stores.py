@@ -2,9 +2,8 @@
 
 A slot is any object; its space is free again once nobody holds the slot. Autograd may still use what `write` is
 given: copy it, as `clone` does. A backward may edit what `read` returns: copy that too, where it may be read again.
-A store may also have `prefetch(slot)`, a hint that `slot` is read soon; `reaches(tensor)`, False for what it cannot
-take; and `copies = True` if `write` itself copies: else it is given no view of a larger memory.
-A store of your own can be this short:
+A store may also have `prefetch(slot)`, a hint that `slot` is read soon, and `reaches(tensor)`, False for what it
+cannot take. A store of your own can be this short:
 
     >>> class InAList:
     ...     def write(self, tensor):
@@ -59,8 +58,6 @@ class Disk:
 
     Limits: docs/limits.md#stores. Source: [open(2), O_TMPFILE](https://man7.org/linux/man-pages/man2/open.2.html).
     """
-
-    copies = True
 
     def __init__(self, folder: str | os.PathLike | None = None):
         self.folder = os.path.abspath(folder) if folder is not None else tempfile.gettempdir()
@@ -154,8 +151,6 @@ class PinnedMemory:
 
     Limits: docs/limits.md#stores. Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
     """
-
-    copies = True
 
     def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB):
         self.in_flight = refuse.count("PinnedMemory", "in_flight", in_flight)

@@ -35,11 +35,11 @@ class Packed:
 
     def move(self) -> None:
         """Write the content to the store. Only the version counter of the tensor stays."""
-        flat, store = self.geometry.flat(self.held), self.queue.store
-        # A store that keeps or pickles what it is given would take all the memory behind a view.
-        if not getattr(store, "copies", False) and flat.nbytes < flat.untyped_storage().nbytes():
+        flat = self.geometry.flat(self.held)
+        # A store that keeps or pickles what it is given would take the whole storage behind a view.
+        if flat.nbytes < flat.untyped_storage().nbytes():
             flat = flat.clone()
-        self.slot = store.write(flat)
+        self.slot = self.queue.store.write(flat)
         self.held, self.place, self.moved = version_probe(self.held), None, True
 
     def content(self) -> Tensor:

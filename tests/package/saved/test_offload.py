@@ -200,23 +200,6 @@ def test_a_slice_takes_nothing_else_to_a_store_of_the_users(part):
     assert torch.equal(x.grad, expected)
 
 
-def test_a_store_that_says_that_it_copies_is_given_views():
-    class Copies(CountingStore):
-        copies = True
-
-        def write(self, tensor):
-            views.append(tensor.untyped_storage().nbytes())
-            return super().write(tensor)
-
-    views: list[int] = []
-    base, w = torch.randn(100), leaf(10)
-    with Offload(to=Copies(), min_bytes=0):
-        y = w * base[:10]
-    assert views == [400]
-    y.sum().backward()
-    assert torch.equal(w.grad, base[:10])
-
-
 # ---- whatever is saved ----
 
 
