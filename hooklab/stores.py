@@ -2,9 +2,8 @@
 
 A slot is any object; its space is free again once nobody holds the slot. Autograd may still use what `write` is
 given: copy it, as `clone` does. A backward may edit what `read` returns: copy that too, where it may be read again.
-A store may also have `prefetch(slot)`, a hint that `slot` is read soon; `reaches(tensor)`, False for what it cannot
-take; and `copies = True` if `write` itself copies: else it is given no view of a larger memory.
-A store of your own can be this short:
+A store may also have `prefetch(slot)`, a hint that `slot` is read soon, and `reaches(tensor)`, False for what it
+cannot take. A store of your own can be this short:
 
     >>> class InAList:
     ...     def write(self, tensor):
@@ -22,7 +21,6 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,17 +39,16 @@ ALIGNMENT = 512  # bytes; every dtype may begin there, and neighbouring gaps fit
 class Disk:
     """One file without a name, in slots. No file stays behind, not even after a process that is killed.
 
+    One store may serve several contexts. Its room on disk is free again when the store and its slots are collected.
+
     Args:
-        folder: where the file lies; None for the system's folder for temporary files. It needs room for all
-            that is written at one time.
+        folder: where the file lies; None for the system's folder for temporary files.
 
     Raises:
-        OSError: the folder does not exist or cannot be written to. Later, from `write`: the disk is full; the
-            message gives the folder, the bytes wanted and the bytes free. Nothing that was written before is lost.
+        OSError: the folder does not exist or cannot be written to. Later, from `write`: the disk is full; nothing
+            that was written before is lost.
         RuntimeError: from `write` and `read`, in a process that was forked since.
         TypeError: the store is copied or pickled.
-
-    One store may serve several contexts. Its room on disk is free again when the store and its slots are collected.
 
     Example:
         >>> store = Disk()
@@ -59,10 +56,8 @@ class Disk:
         >>> store.read(slot)
         tensor([0, 1, 2])
 
-    Source: [open(2), O_TMPFILE](https://man7.org/linux/man-pages/man2/open.2.html).
+    Limits: docs/limits.md#stores. Source: [open(2), O_TMPFILE](https://man7.org/linux/man-pages/man2/open.2.html).
     """
-
-    copies = True
 
     def __init__(self, folder: str | os.PathLike | None = None):
         self.folder = os.path.abspath(folder) if folder is not None else tempfile.gettempdir()
@@ -71,15 +66,15 @@ class Disk:
         if not os.path.isdir(self.folder):
             advice = f"make it first, or give another: os.makedirs({self.folder!r})"
             raise OSError(errno.ENOENT, f"Disk: expected a folder; {advice}", self.folder)
-        # On Linux it never has a name (O_TMPFILE), or loses it at once; Windows deletes it when the process ends.
+        # The file has no name on Linux and macOS; Windows deletes it when the process ends.
         try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (it lives as long as the store)
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
         except OSError as error:
+            what = f"Disk: no file can be made in this folder ({error.strerror})"
             advice = "give one that you may write to, and let one Disk serve many blocks"
-            what = f"no file can be made in this folder ({error.strerror}); {advice}"
-            raise OSError(error.errno, f"Disk: {what}", self.folder) from error
+            raise OSError(error.errno, f"{what}; {advice}", self.folder) from error
         self._process = os.getpid()
-        weakref.finalize(self, _close, self._file, self._process)
+        weakref.finalize(self, self._file.close)
         self._row = Row()
         self._lock = threading.RLock()
 
@@ -96,10 +91,9 @@ class Disk:
             self._move(flat, slot.start, reads=False)
         except OSError as error:
             del slot
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", None)):
+            if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
                 raise
-            what = "a file may not grow further (see ulimit -f)" if error.errno == errno.EFBIG else "no room"
-            raise OSError(error.errno, self._full(what, flat.nbytes)) from error
+            raise OSError(error.errno, self._full(flat.nbytes)) from error
         return slot
 
     def read(self, slot: "Slot") -> Tensor:
@@ -132,27 +126,20 @@ class Disk:
                 raise OSError(errno.EIO, f"Disk: the file in {self.folder} has been cut short")
             rest, at = rest[done:], at + done
 
-    def _full(self, what: str, wanted: int) -> str:
+    def _full(self, wanted: int) -> str:
         with self._lock:
             self._row.join()
-            self._file.truncate(int(self._row.starts[math.inf]))  # what was written of it before the disk was full
-        free = shutil.disk_usage(self._file.fileno() if hasattr(os, "fstatvfs") else self.folder).free
+            self._file.truncate(int(self._row.gaps[-1][0]))  # what was written of it before the disk was full
+        free = shutil.disk_usage(self.folder).free
         advice = "make room, or give a folder on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
-        return f"Disk: {what} in {self.folder}: {wanted:,} bytes wanted, {free:,} free; {advice}"
-
-
-def _close(file: Any, process: int) -> None:
-    # A process that was forked since may hold the file open: its room is to be free all the same.
-    with file, suppress(OSError):
-        if os.getpid() == process:
-            file.truncate(0)
+        return f"Disk: no room in {self.folder}: {wanted:,} bytes wanted, {free:,} free; {advice}"
 
 
 class PinnedMemory:
     """Pinned memory of the host, in slots: the GPU copies by itself, beside what it computes.
 
-    Pinning is slow (about half a second per GB) and PyTorch's own cache rounds up to powers of two: large
-    chunks are pinned once, cut to exact sizes and used again in the next step.
+    Pinning is slow (about half a second per GB), so large chunks are pinned once and used again in the next step.
+    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from.
 
     Args:
         in_flight: bytes that may still hold GPU memory while they are copied, and at least one tensor; above,
@@ -160,15 +147,10 @@ class PinnedMemory:
         chunk: bytes pinned at a time at most; a larger tensor gets a chunk of its own.
 
     Raises:
-        TypeError: `in_flight` or `chunk` is not a whole number; from `write`, the tensor is not on a GPU.
-        ValueError: `in_flight` or `chunk` is negative.
+        TypeError, ValueError: an argument is no whole number from 0 on; from `write`, the tensor is not on a GPU.
 
-    `write` returns before the copy is done. What is read back lies on the GPU that the tensor came from.
-    Limits: docs/limits.md#stores (a model that computes on side streams).
-    Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
+    Limits: docs/limits.md#stores. Source: [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams).
     """
-
-    copies = True
 
     def __init__(self, *, in_flight: int = 256 * MIB, chunk: int = 1024 * MIB):
         self.in_flight = refuse.count("PinnedMemory", "in_flight", in_flight)
@@ -297,35 +279,32 @@ class Row:
     """Which bytes of a file, or of a chunk of memory, are free. The smallest gap that fits is used; neighbours join."""
 
     def __init__(self, length: float = math.inf):
-        self.ends: dict[float, float] = {}  # of the gaps: where each ends, by where it begins
-        self.starts: dict[float, float] = {}  # the other way round
-        self.sizes: list[tuple[float, float]] = []  # sorted, each with where it begins
-        self.freed: deque[tuple[float, float]] = deque([(0, length)])  # not yet among the gaps
+        self.gaps: list[tuple[float, float]] = [(0, length)]  # in order: where each begins and ends
+        self.freed: deque[tuple[float, float]] = deque()  # not yet among the gaps
 
     def take(self, nbytes: int) -> int | None:
         """Where `nbytes` may begin, or None if the row is full."""
         self.join()
         size = aligned(nbytes)
-        place = bisect_left(self.sizes, (size, 0))
-        if place == len(self.sizes):
+        fitting = [(end - start, start, end) for start, end in self.gaps if end - start >= size]
+        if not fitting:
             return None
-        room, start = self.sizes.pop(place)
-        del self.starts[self.ends.pop(start)]
-        if size < room:
-            self.freed.append((start + size, start + room))
-            self.join()
+        room, start, end = min(fitting)
+        self.gaps.remove((start, end))
+        if room > size:
+            insort(self.gaps, (start + size, end))
         return int(start)
 
     def join(self) -> None:
         """Make gaps of what is free again, each with the gaps beside it."""
         while self.freed:
             start, end = self.freed.popleft()
-            first, last = self.starts.pop(start, start), self.ends.pop(end, end)
-            for left, right in (first, start), (end, last):
-                if left < right:  # was a gap
-                    del self.sizes[bisect_left(self.sizes, (right - left, left))]
-            self.ends[first], self.starts[last] = last, first
-            insort(self.sizes, (last - first, first))
+            place = bisect_left(self.gaps, (start, end))
+            if self.gaps[place : place + 1] and self.gaps[place][0] == end:
+                end = self.gaps.pop(place)[1]
+            if place and self.gaps[place - 1][1] == start:
+                start = self.gaps.pop(place - 1)[0]
+            insort(self.gaps, (start, end))
 
 
 def aligned(nbytes: int) -> int:

@@ -10,18 +10,8 @@ from torch.autograd import graph
 
 from hooklab._support.torch_private import eager, outer_hooks, without_modes
 
-__all__ = [
-    "has_memory",
-    "hold",
-    "installed",
-    "is_parameter",
-    "outer_hooks",
-    "refuse_edited",
-    "unhold",
-    "unseen",
-    "version_probe",
-    "warn_of_nothing",
-]
+__all__ = ["has_memory", "hold", "installed", "is_parameter", "outer_hooks", "refuse_edited", "unhold", "unseen"]
+__all__ += ["version_probe", "warn_of_nothing"]
 
 
 def hold(tensor: Tensor) -> tuple[Tensor, int]:

@@ -5,24 +5,18 @@ subject of `census.py` and stand there.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "NO_BACKWARD",
-    "cached_parametrizations",
-    "eager",
-    "graph_task",
-    "hook_ids",
-    "is_compiled",
-    "is_fake",
-]
-__all__ += ["outer_hooks", "recomputing", "running_calls", "saving_node", "uncompiled", "without_modes"]
+__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_checkpoint_hook"]
+__all__ += ["is_compiled", "is_fake", "outer_hooks", "recomputing", "running_calls", "saves_something", "saving_node"]
+__all__ += ["uncompiled", "without_modes"]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -53,6 +47,19 @@ def saving_node() -> Any:
     return current() if current is not None else None
 
 
+def is_checkpoint_hook(hook: object) -> bool:
+    """True for a saved-tensor hook of a checkpoint, known by the module that defines it.
+
+    Where PyTorch defines it elsewhere, `saved_tensors` does not count what a checkpoint recomputes.
+    """
+    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+
+
+def saves_something(node: Node) -> bool:
+    """True for a Node that has saved tensors; False for all where PyTorch calls those attributes otherwise."""
+    return any(name.startswith("_raw_saved_") for name in dir(node))
+
+
 def hook_ids(tensor: Tensor) -> tuple[int, ...]:
     """The hooks that `tensor.register_hook` has put on it, by number; none where PyTorch keeps them elsewhere."""
     return tuple(getattr(tensor, "_backward_hooks", None) or ())
@@ -70,10 +77,6 @@ def eager(function: Callable) -> Callable:
     """
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "hooks of hooklab run in Python; compile without fullgraph=True"
-    with suppress(AttributeError):  # of another PyTorch, where the compiler asks for the mark alone
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)  # and what the function calls
     return function
 
 

@@ -1,8 +1,7 @@
-"""What a record of saved tensors is made of: one entry a tensor, the memory that it lies in, and how long it is held."""
+"""What a record of saved tensors is made of: one entry a tensor, the storage that it lies in, and how long it is held."""
 
 import itertools
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from hooklab._support.torch_private import eager, saving_node
 
 __all__ = ["Dropped", "Held", "SavedTensor", "Storages", "nbytes", "owned"]
 
-SPARSE = {  # what such a tensor is made of
+SPARSE = {  # the parts of such a tensor
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
@@ -25,29 +24,18 @@ SPARSE = {  # what such a tensor is made of
 
 @dataclass(slots=True)
 class SavedTensor:
-    """One tensor that an operation has saved for backward.
+    """One tensor that an operation has saved for backward."""
 
-    Attributes:
-        module: the innermost module whose forward was running; empty outside the model.
-        operation: the Node that saved it, `"MulBackward0"`; empty for what no Node saves, the input of a
-            checkpoint. Before PyTorch 2.15 known once backward has used it.
-        shape, dtype: of the tensor.
-        bytes: of its elements, as a copy would need them.
-        storage: the number of the memory it lies in; equal numbers share memory.
-        storage_bytes: of the whole memory, which a slice keeps alive too.
-        version: how often that memory had been edited in place.
-        owner: the name of the parameter or buffer it belongs to; empty for what the forward has computed.
-    """
-
-    module: str
+    module: str  # the innermost module whose forward was running; empty outside the model
+    # The Node that saved it, "MulBackward0"; empty for the input of a checkpoint, and until backward before PyTorch 2.15.
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    bytes: int
-    storage: int
-    storage_bytes: int
-    version: int
-    owner: str
+    bytes: int  # of its elements, as a copy would need them
+    storage: int  # the number of its storage; equal numbers share memory
+    storage_bytes: int  # of the whole storage, which a slice keeps alive too
+    version: int  # how often the storage had been edited in place
+    owner: str  # the name of the parameter or buffer it belongs to; empty for what the forward has computed
 
 
 class Held:
@@ -58,8 +46,7 @@ class Held:
         log.append((record, "saved"))
 
     def use(self) -> None:
-        """Backward has read the tensor."""
-        # Since PyTorch 2.15 the Node was seen as it was made.
+        """Backward has read the tensor: before PyTorch 2.15 this is where its Node is seen first."""
         if not hasattr(graph, "node_creation_hook") and (node := saving_node()) is not None:
             self.record.operation = self.record.operation or node_name(node)
 
@@ -71,13 +58,13 @@ class Held:
 class Dropped(Held):
     """The same where a checkpoint drops the tensor: it lives from the recomputation until backward has read it."""
 
-    def __init__(self, log: list[tuple[SavedTensor, str]], record: SavedTensor, all_of_them: list[Any]):
-        self.log, self.record, self.lives, self.all_of_them = log, record, False, all_of_them
-        all_of_them.append(weakref.ref(self))
+    def __init__(self, log: list[tuple[SavedTensor, str]], record: SavedTensor, together: list[Any]):
+        self.log, self.record, self.lives, self.together = log, record, False, together
+        together.append(weakref.ref(self))
 
     def use(self) -> None:
-        """The first one that backward reads has the checkpoint recompute all."""
-        for reference in () if self.lives else self.all_of_them:
+        """Backward has read the tensor; the first that it reads has the checkpoint recompute all."""
+        for reference in () if self.lives else self.together:
             if (other := reference()) is not None and not other.lives:
                 other.lives = True
                 self.log.append((other.record, "recomputed"))
@@ -91,31 +78,28 @@ class Dropped(Held):
 
 
 class Storages:
-    """The number and the owner of each memory; equal numbers share memory."""
+    """The number and the owner of each storage."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        # Both forget what has died: another storage may lie in its place.
+        # Both forget a storage that has been freed: another may lie in its place.
         self._known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    def name_owners(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """From now on these are the parameters and buffers."""
-        self._owners = weakref.WeakKeyDictionary((tensor.untyped_storage(), name) for name, tensor in named)
+    def name_owners(self, model: nn.Module | None) -> None:
+        """From now on the parameters and buffers are those of this model."""
+        self._owners = weakref.WeakKeyDictionary((tensor.untyped_storage(), name) for name, tensor in owned(model))
 
-    def of(self, tensor: Tensor) -> tuple[int, int, int, int, str]:
-        """The tensor's bytes; and number, bytes, version and owner of the memory behind it."""
-        parts, size = SPARSE.get(tensor.layout), nbytes(tensor)
-        try:  # the last part stands for all of them
-            storage = (getattr(tensor, parts[-1])() if parts else tensor).untyped_storage()
-            whole = size if parts else storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # it has none of its own
-            return size, next(self._numbers), size, tensor._version, ""
+    def of(self, tensor: Tensor) -> tuple[int, int, int, str]:
+        """Number, bytes, version and owner of the storage behind the tensor."""
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a sparse tensor has none: each save of it counts
+            return next(self._numbers), nbytes(tensor), tensor._version, ""
         if (found := self._known.get(storage)) is None:
             owner = self._owners.get(storage, "parameter" if packing.is_parameter(tensor) else "")
-            # Autograd may run in several threads, and each storage has one number.
             found = self._known.setdefault(storage, (next(self._numbers), owner))
-        return size, found[0], whole, tensor._version, found[1]
+        return found[0], storage.nbytes(), tensor._version, found[1]
 
 
 def nbytes(tensor: Tensor) -> int:

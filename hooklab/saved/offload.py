@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hooklab._support import packing, refuse
 from hooklab._support.compiled import refuse_compiling
+from hooklab.saved.held import nbytes, owned
 from hooklab.saved.queue import Packed, Queue
-from hooklab.saved.record import nbytes, owned
 from hooklab.stores import MIB, Disk, PinnedMemory
 
 __all__ = ["Offload"]
@@ -27,8 +27,7 @@ class Offload:
         model: its parameters and buffers are recognised, views of them too, and stay where they are.
         to: `"cpu"` (pinned memory; only tensors on a GPU are moved), `"disk"` (a temporary file), or a store of your
             own, an object with `write(tensor) -> slot` and `read(slot) -> tensor`, both 1-D (see `hooklab.stores`).
-        keep: bytes of the newest saved tensors that stay, since backward wants them first. All the memory
-            behind a slice counts, once for all its slices.
+        keep: bytes of the newest saved tensors that stay. The whole storage behind a slice counts, once for all slices.
         prefetch: bytes that may be read ahead in backward, and as many that may wait to be used again.
         min_bytes: what lies in a smaller memory than this stays.
 
@@ -39,7 +38,7 @@ class Offload:
     Raises:
         TypeError, ValueError: an argument is not as above; in backward, a store gives back something else.
         RuntimeError: another `Offload` of this model is open; in backward, a saved tensor was edited in place.
-        OSError: the disk is full; see `hooklab.stores.Disk`. What was written before is not lost.
+        OSError: the disk is full; see `hooklab.stores.Disk`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -64,10 +63,8 @@ class Offload:
         refuse_compiling("Offload")
         if model is not None:
             refuse.no_module("Offload", model)
-        store = _store(to)
-        keep = refuse.count("Offload", "keep", keep)
-        prefetch = refuse.count("Offload", "prefetch", prefetch)
-        min_bytes = refuse.count("Offload", "min_bytes", min_bytes)
+        store, sizes = _store(to), {"keep": keep, "prefetch": prefetch, "min_bytes": min_bytes}
+        keep, prefetch, min_bytes = (refuse.count("Offload", name, size) for name, size in sizes.items())
         self._queue = Queue(store, keep, prefetch)
         self._model = None if model is None else weakref.ref(model)
         self._own = _storages(model)  # what it owns may outlive the model, which may be a list made for this call
@@ -83,21 +80,22 @@ class Offload:
 
     def __enter__(self) -> "Offload":
         refuse_compiling("Offload")
-        model = None if self._model is None else self._model()
-        if model is not None and any(one() is model for one in _opened.models):
+        model = self._model() if self._model else None
+        opened = getattr(_opened, "models", ())
+        if model is not None and any(one() is model for one in opened):
             raise RuntimeError("Offload: this model is being offloaded already; leave that block first")
         if self._queue.open:
             raise RuntimeError("Offload: this block is open already; make another Offload for each thread and block")
         self._own |= _storages(model)
         self._hooks.__enter__()
-        self._queue.enter()
-        self._saves = self._queue.saves
-        _opened.models = *_opened.models, *([self._model] if self._model else [])
+        self._queue.open, self._saves = True, self._queue.saves
+        self._queue.known.clear()  # NumPy may have filled memory anew since the last block, without a new version
+        _opened.models = *opened, *([self._model] if self._model else [])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._hooks.__exit__(kind, *exc_info)
-        _opened.models = tuple(one for one in _opened.models if one is not self._model)
+        _opened.models = tuple(one for one in getattr(_opened, "models", ()) if one is not self._model)
         self._queue.open = False
         if kind is None:
             self._queue.make_room()
@@ -112,10 +110,7 @@ class Offload:
 
 
 def _hooks(queue: Queue, own: weakref.WeakSet[Any], min_bytes: int) -> tuple[Callable, Callable]:
-    """The pair of hooks. Autograd keeps both with the graph, so they must not know the model.
-
-    A result of the model may be an attribute of it, and that would be a cycle.
-    """
+    """The pair of hooks. The graph keeps them, and the model may keep the graph: so they must not know the model."""
     reaches = getattr(queue.store, "reaches", lambda tensor: True)
 
     def pack(tensor: Tensor) -> Packed | tuple[Tensor, int]:
@@ -162,10 +157,4 @@ def _pinned() -> PinnedMemory:
     return PinnedMemory()
 
 
-class _Opened(threading.local):
-    """The models of the blocks that are open in this thread."""
-
-    models: tuple[weakref.ref[nn.Module], ...] = ()
-
-
-_opened = _Opened()
+_opened = threading.local()  # its `models`: those of the blocks that are open in this thread

@@ -35,11 +35,11 @@ class Packed:
 
     def move(self) -> None:
         """Write the content to the store. Only the version counter of the tensor stays."""
-        flat, store = self.geometry.flat(self.held), self.queue.store
-        # A store that keeps or pickles what it is given would take all the memory behind a view.
-        if not getattr(store, "copies", False) and flat.nbytes < flat.untyped_storage().nbytes():
+        flat = self.geometry.flat(self.held)
+        # A store that keeps or pickles what it is given would take the whole storage behind a view.
+        if flat.nbytes < flat.untyped_storage().nbytes():
             flat = flat.clone()
-        self.slot = store.write(flat)
+        self.slot = self.queue.store.write(flat)
         self.held, self.place, self.moved = version_probe(self.held), None, True
 
     def content(self) -> Tensor:
@@ -65,7 +65,7 @@ class Packed:
         return tensor
 
     def read_ahead(self) -> bool:
-        """Ask the store to begin reading; False if there is no room."""
+        """Ask the store to begin reading, if there is room."""
         if self.place is None and (place := self.queue.ahead.enter(self.geometry.nbytes)):
             with suppress(OSError, RuntimeError):  # only a hint: `read` reports what is wrong
                 self.queue.store.prefetch(self.slot)
@@ -86,15 +86,9 @@ class Queue:
         self.memories: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()  # that wait
         self.count = self.oldest = 0  # all numbers before the oldest have moved
         self.reached = -1  # the number that reading ahead has come to
-        self.open = False  # a block is open
+        self.open = False  # whether a block is open
         self.saves = self.saved_bytes = self.moved_bytes = 0
         self.lock = threading.RLock()  # backward may run in another thread
-
-    def enter(self) -> None:
-        """A block opens. Memory may have been filled anew since the last one without a new version, as by NumPy."""
-        with self.lock:
-            self.known.clear()
-            self.open = True
 
     def pack(self, tensor: Tensor) -> Packed:
         """One `Packed` for all saves of the same content; what is new enters the queue."""
@@ -185,20 +179,15 @@ class Place:
 
 
 class Geometry:
-    """How a strided tensor lies in memory: `flat` takes its content, `rebuild` lays it out again.
-
-    Attributes:
-        core: shape and strides of what has to be moved. For a slice, its own elements, without what expand repeats;
-            else all the memory from the first element to the last.
-        nbytes: of the core.
-    """
+    """How a strided tensor lies in memory: `flat` takes its content, `rebuild` lays it out again."""
 
     def __init__(self, tensor: Tensor):
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.dtype, self.device, self.conj = tensor.dtype, tensor.device, tensor.is_conj()
         own = torch.Size(size if stride else 1 for size, stride in zip(self.shape, self.strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in zip(own, self.strides, strict=True))
-        self.has_gaps = span > own.numel()  # elements of others lie between its own
+        # For a slice its own elements are moved; else all the memory from the first element to the last.
+        self.has_gaps = span > own.numel()
         self.core = (own, self.strides) if self.has_gaps else (torch.Size([span]), (1,))
         self.nbytes = self.core[0].numel() * self.dtype.itemsize
 
@@ -208,7 +197,7 @@ class Geometry:
         return physical.as_strided(*self.core).flatten().contiguous()
 
     def rebuild(self, flat: Tensor) -> Tensor:
-        """A tensor with the content of `flat`, laid out as the first one was; TypeError if it cannot be that."""
+        """A tensor with the content of `flat`, laid out as the first one was."""
         if not isinstance(flat, Tensor) or flat.dtype != self.dtype or flat.numel() != self.core[0].numel():
             given = f"{self.dtype} [{self.core[0].numel()}]"
             found = f"{flat.dtype} {list(flat.shape)}" if isinstance(flat, Tensor) else type(flat).__name__

@@ -4,6 +4,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,29 +16,33 @@ from hooklab._support.module_stack import ModuleStack
 from hooklab._support.nested import first_shape
 from hooklab._support.nodes import node_name
 from hooklab._support.table import Tabular, table
-from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing
-from hooklab.saved.held import Dropped, Held, SavedTensor, Storages, nbytes, owned
+from hooklab._support.torch_private import (
+    eager,
+    graph_task,
+    is_checkpoint_hook,
+    outer_hooks,
+    recomputing,
+    saves_something,
+)
+from hooklab.saved.held import Dropped, Held, SavedTensor, Storages, nbytes
 
-__all__ = ["SavedTensor", "SavedTensors", "nbytes", "owned", "saved_tensors"]
+__all__ = ["SavedTensor", "SavedTensors", "saved_tensors"]
 
 # A leaf's Node, and those that an operation in place makes for itself between its first save and its last.
 SAVES_NOTHING = "AccumulateGrad", "CloneBackward0", "AsStridedBackward0"
-CHECKPOINT = "torch.utils.checkpoint"  # the module that the hooks of a checkpoint are defined in
 
 
 class SavedTensors(Tabular, Sequence[SavedTensor]):
     """Every tensor that autograd saved in the block, in order: what `saved_tensors` returns."""
 
     def __init__(self, model: nn.Module | None):
+        self.misses_recomputation = False  # True if a checkpoint saved something outside the model's layers
         self._model = None if model is None else weakref.ref(model)
         self._saved: list[SavedTensor] = []
         self._log: list[tuple[SavedTensor, str]] = []  # each with "saved", "recomputed" or "let go"
         self._storages = Storages()
         self._modules: ModuleStack | None = None  # both while the block is open
         self._contexts: ExitStack | None = None
-        self._unmetered = False  # a checkpoint saved something where no module of the model was running
-
-    # ---- what a reader asks for ----
 
     @property
     def total_bytes(self) -> int:
@@ -46,7 +51,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
 
     @property
     def unique_bytes(self) -> int:
-        """Bytes of the memory behind them, each counted once: what autograd keeps alive."""
+        """Bytes of the storages behind them, each counted once: what autograd keeps alive."""
         return sum(_by_storage(self._saved).values())
 
     @property
@@ -56,16 +61,14 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
 
     @property
     def held(self) -> list[int]:
-        """Bytes held for backward after every event, also after the block; parameters and buffers are not counted.
-
-        What a checkpoint recomputes counts from its recomputation until backward has used it.
-        """
-        held, now, holders, sizes = [], 0, Counter[int](), Counter[int]()
+        """Bytes held for backward after every event, also after the block, without parameters and buffers."""
+        held, now, holders = [], 0, Counter[int]()
+        sizes = _by_storage(record for record, _ in self._log if not record.owner)
         for record, event in self._log:
-            holders[record.storage] += -1 if event == "let go" else 1
-            if not record.owner:  # a sparse tensor is larger than its values, which may be saved alone
-                size = max(sizes[record.storage], record.storage_bytes) if holders[record.storage] else 0
-                now, sizes[record.storage] = now + size - sizes[record.storage], size
+            change = -1 if event == "let go" else 1
+            holders[record.storage] += change
+            if holders[record.storage] == max(change, 0):  # the first tensor to hold it, or the last
+                now += change * sizes.get(record.storage, 0)
             held.append(now)
         return held
 
@@ -73,11 +76,6 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
     def events(self) -> list[tuple[str, str]]:
         """The module of each event's tensor, and `"saved"`, `"recomputed"` (by a checkpoint) or `"let go"`."""
         return [(record.module, event) for record, event in self._log]
-
-    @property
-    def misses_recomputation(self) -> bool:
-        """True if a checkpoint saved something outside the model's layers: `held` leaves its recomputation out."""
-        return self._unmetered
 
     def table(self) -> str:
         """A line for each module: tensors saved, their bytes, and the bytes nobody before it had saved."""
@@ -114,21 +112,19 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
 
     def __reduce__(self) -> Any:
         """What was recorded can be copied and pickled; the block stays where it is."""
-        kept = {"_saved": list(self._saved), "_log": list(self._log)}
-        return SavedTensors, (None,), {**kept, "_unmetered": self._unmetered}
-
-    # ---- the block ----
+        recorded = {name: vars(self)[name] for name in ("_saved", "_log", "misses_recomputation")}
+        return SavedTensors, (None,), {name: copy(value) for name, value in recorded.items()}
 
     def __enter__(self) -> "SavedTensors":
         refuse_compiling("saved_tensors")
         if self._contexts is not None:
             raise RuntimeError("saved_tensors: this block is open already; make another saved_tensors(model)")
-        model = self._model() if self._model is not None else None
+        model = self._model() if self._model else None
         self._before, self._task = len(self._saved), graph_task()
         self._unnamed: list[tuple[weakref.ref[Held], Any]] = []  # saved under these hooks, by a Node to come
         self._covered: list[Callable] = []  # the pack hooks of the checkpoints that are running
         self._dropped: weakref.WeakKeyDictionary[Callable, list[Any]] = weakref.WeakKeyDictionary()
-        self._storages.name_owners(owned(model))
+        self._storages.name_owners(model)
         with ExitStack() as contexts:
             contexts.enter_context(packing.installed(*self._hooks(self._save)))
             if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.15
@@ -147,10 +143,8 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         if kind is None and self._model is not None and len(self._saved) == self._before:
             packing.warn_of_nothing("saved_tensors")
 
-    # ---- the hooks ----
-
     def _hooks(self, note: Callable[[Tensor], Held]) -> tuple[Callable, Callable]:
-        """A pair that notes what is saved and passes it on. Autograd keeps both with the graph."""
+        """A pair of hooks that notes what is saved and passes it on."""
         outer = outer_hooks() or (packing.hold, packing.unhold)
 
         def pack(tensor: Tensor) -> tuple[Any, Held | None]:
@@ -159,31 +153,31 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
             return content, (note(tensor) if self._contexts is not None else None)
 
         def unpack(packed: tuple[Any, Held | None]) -> Tensor:
-            content, held = packed
-            tensor = outer[1](content)
-            if held is not None:
-                held.use()
+            tensor = outer[1](packed[0])
+            if packed[1] is not None:
+                packed[1].use()
             return tensor
 
         return pack, unpack
 
     def _record(self, tensor: Tensor) -> SavedTensor:
         module = self._modules.innermost() if self._modules is not None else ""
-        return SavedTensor(module, "", first_shape(tensor) or (), tensor.dtype, *self._storages.of(tensor))
+        shape = first_shape(tensor) or ()
+        return SavedTensor(module, "", shape, tensor.dtype, nbytes(tensor), *self._storages.of(tensor))
 
     def _save(self, tensor: Tensor) -> Held:
         record = self._record(tensor)
         self._saved.append(record)
         held = Held(self._log, record)
-        # The hooks that are active are ours, or others that pass on to them.
+        # The active hooks are these, or others that pass on to them.
         self._unnamed.append((weakref.ref(held), outer_hooks()))
         return held
 
     def _under_a_checkpoint(self) -> AbstractContextManager:
-        """For the call of a module: where the hooks of a checkpoint hide ours, a pair of ours upon them."""
+        """For the call of a module: where the hooks of a checkpoint hide those of this block, a pair on top of them."""
         hooks = outer_hooks() or (None, None)
         checkpoint = getattr(hooks[0], "passes_on_to", hooks[0])  # another block may have put its pair there
-        if not _of_checkpoint(checkpoint) or checkpoint in self._covered or recomputing(self._task):
+        if not is_checkpoint_hook(checkpoint) or checkpoint in self._covered or recomputing(self._task):
             return nullcontext()
         return self._cover(checkpoint)
 
@@ -204,22 +198,18 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         if self._contexts is None or type(node).__name__ in SAVES_NOTHING:
             return
         hooks = outer_hooks()
-        # What an operation that failed has saved is gone. A checkpoint saves its input by itself, before its hooks come.
+        # What a failed operation saved is freed. A checkpoint saves its input without a Node, under other hooks.
         for reference, around in self._unnamed:
             if around == hooks and (held := reference()) is not None:
                 held.record.operation = node_name(node)
         self._unnamed.clear()
-        if hooks is not None and _of_checkpoint(hooks[0]) and not recomputing(self._task):
-            self._unmetered |= any(name.startswith("_raw_saved_") for name in dir(node))
-
-
-def _of_checkpoint(hook: object) -> bool:
-    return getattr(hook, "__module__", "") == CHECKPOINT
+        if hooks is not None and is_checkpoint_hook(hooks[0]) and not recomputing(self._task) and saves_something(node):
+            self.misses_recomputation = True
 
 
 def _by_storage(records: Iterable[SavedTensor]) -> dict[int, int]:
-    """The bytes of each memory that they lie in, by its number; the largest counts."""
-    return {r.storage: r.storage_bytes for r in sorted(records, key=lambda r: r.storage_bytes)}
+    """The bytes of each storage that they lie in, by its number."""
+    return {record.storage: record.storage_bytes for record in records}
 
 
 def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
@@ -229,19 +219,16 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
     same. Tensors are passed on to the saved-tensor hooks that are active on entry.
 
     Args:
-        model: names the modules, and the parameters and buffers, which live anyway. Without it neither is named, and
-            what a checkpoint recomputes is not counted in `.held`.
+        model: names the modules, parameters and buffers. Without it `.held` leaves out what a checkpoint recomputes.
 
     Returns:
-        A sequence of `SavedTensor` (module, operation, shape, dtype, bytes, storage, storage_bytes, version,
-        owner), with `.total_bytes` (each as often as it was saved), `.unique_bytes` (the memory behind them,
-        each counted once), `.parameter_bytes` (the part of it in parameters and buffers), `.held` (bytes after every
-        event, also in backward; see `draw.memory`), `.table()` and `.to_dataframe()`.
+        A sequence of `SavedTensor` with `.total_bytes` (each as often as it was saved), `.unique_bytes` (each storage
+        once), `.parameter_bytes` (the part of it in parameters and buffers), `.held` (bytes after every event, also in
+        backward; see `draw.memory`), `.table()` and `.to_dataframe()`.
 
     Raises:
         TypeError: `model` is no module.
         RuntimeError: on entry, if this block is open already; in backward, if a saved tensor was edited in place.
-        NotImplementedError: on entry, inside `torch.export`; `torch.compile(fullgraph=True)` gives its own error.
 
     Example:
         >>> import torch
@@ -251,7 +238,7 @@ def saved_tensors(model: nn.Module | None = None) -> SavedTensors:
         >>> [(record.operation, record.bytes) for record in saved]
         [('MulBackward0', 12), ('MulBackward0', 12)]
 
-    Limits: docs/limits.md#saved_tensors (a checkpoint's own tensors, compiled models, `torch.func`).
+    Limits: docs/limits.md#saved_tensors.
     Source: [saved tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors).
     """
     if model is not None:

@@ -19,27 +19,23 @@ from hooklab._support.torch_private import cached_parametrizations, hook_ids, un
 
 __all__ = ["Segments", "checkpoint_segments", "run_saving_input"]
 
-LAZY = nn.UninitializedParameter, nn.UninitializedBuffer
-
 
 def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments":
     """Save only the input of each segment of a Sequential, and recompute the rest in backward.
 
-    Less memory for about a third more time. Gradients, buffers (running statistics) and random numbers (dropout)
-    are those of plain training, bit for bit. `with`, or `.remove()`, switches the Sequentials back.
+    Less memory for about a third more time. Gradients, buffers and random numbers are those of plain training, bit for
+    bit. A block must compute the same the second time: keep its state in buffers.
 
     Args:
         model: any module.
         plan: blocks per segment by the name of a Sequential: `{"layer1": 1, "layer2": 2}`; `""` is the model itself.
-            Large segments save fewer inputs, but hold more while they are recomputed.
 
     Returns:
-        A handle with `.remove()`. Composes with `Offload`, which then moves the inputs of the segments.
+        A handle: the end of its `with`, or `.remove()`, switches the Sequentials back. Inside `Offload` the inputs of
+        the segments are moved.
 
     Raises:
-        KeyError: the model has no such layer; the message gives the closest names.
-        TypeError, ValueError: the layer is no plain Sequential or is switched already, or a number is below 1.
-            Nothing has been changed then.
+        KeyError, TypeError, ValueError: no such layer, no plain Sequential, or a number below 1; nothing is changed.
         RuntimeError: in forward, if a segment edits its input in place; in backward, if a parameter was edited
             since forward, as in plain PyTorch.
 
@@ -48,8 +44,6 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments"
         >>> with checkpoint_segments(model, {"0": 1}):
         ...     model(torch.ones(3, 2)).sum().backward()
 
-    As with any checkpoint, a block must compute the same the second time: keep its state in buffers, draw random
-    numbers from PyTorch's global generators, and remove hooks that change outputs only after backward.
     Limits: docs/limits.md#checkpoint_segments. Source: [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html).
     """
     refuse.no_module("checkpoint_segments", model)
@@ -57,7 +51,7 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments"
 
 
 class Segments(Installed):
-    """The Sequentials that run in segments: what `checkpoint_segments` returns."""
+    """What `checkpoint_segments` returns."""
 
     _gone = "its Sequentials have been switched back"
 
@@ -69,15 +63,11 @@ class Segments(Installed):
         if not plan:
             raise ValueError('checkpoint_segments: the plan is empty; name a Sequential, {"layer1": 2}')
         modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
-        switched: list[nn.Module] = []
         with self._all_or_none():
             for name, blocks in plan.items():
-                if modules.get(name) in switched:
-                    raise ValueError(f"checkpoint_segments: {name!r} is another name of a layer in the plan")
                 module = _sequential(modules, name)
                 blocks = refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
                 self._handles.append(Switched(name, module, blocks))
-                switched.append(module)
 
     def __exit__(self, *exc_info: object) -> None:
         idle = [one.name for one in self._handles if not one.called]
@@ -122,7 +112,7 @@ class Switched:
             del vars(module)["forward"]
 
     def __reduce__(self) -> Any:
-        """A copy of the module, and what is pickled of it, has the forward of its class."""
+        """A copy of the module, also a pickled one, has the forward of its class."""
         return getattr, (self._module(), "forward")
 
 
@@ -167,12 +157,12 @@ class Start:
     def __init__(self, segment: nn.Sequential):
         self.segment, self.registered = segment, _registered(segment)
         self.buffers = {name: _copy(buffer) for name, buffer in segment.named_buffers()}
-        self.parameters = {
-            name: (one, one._version, _memory(one), one.requires_grad) for name, one in segment.named_parameters()
-        }
-        flags = ("training", "forward")  # a Sequential inside may run in segments of its own
+        self.parameters = [
+            (name, one, one._version, _memory(one), one.requires_grad) for name, one in segment.named_parameters()
+        ]
         modules = [vars(module) for module in segment.modules()]
-        self.flags = [(own, {name: own[name] for name in flags if name in own}) for own in modules]
+        # A Sequential inside may run in segments of its own, by its `forward`.
+        self.flags = [(own, {name: own[name] for name in own.keys() & {"training", "forward"}}) for own in modules]
 
     @contextmanager
     def restored(self) -> Iterator[dict[str, Tensor]]:
@@ -195,31 +185,28 @@ class Start:
     def refuse_changes(self) -> None:
         """RuntimeError if a parameter is not as forward has used it."""
         now = dict(self.segment.named_parameters())
-        for name, (parameter, version, memory, needs_grad) in self.parameters.items():
-            what, advice = f"a parameter {list(parameter.shape)}", "run backward before that"
+        for name, parameter, version, memory, needs_grad in self.parameters:
+            what, change = f"a parameter {list(parameter.shape)}", ""
             if now.get(name) is not parameter:
-                lenders = "torch.func.functional_call and fully_shard lend one for a while"
-                change = f"is another tensor than in forward ({lenders});"
-                advice = "put a torch.utils.checkpoint of your own around that"
+                change = "is another tensor than in forward (functional_call and fully_shard lend one for a while)"
             elif parameter._version != version:
-                return refuse_edited(what, parameter._version, version)
+                refuse_edited(what, parameter._version, version)
             elif _memory(parameter) is not memory:
-                ways = "`.data = ...`, vector_to_parameters, model.to"
-                change = f"was given other memory between forward and backward ({ways});"
+                change = "was given other memory since forward (`.data = ...`, vector_to_parameters, model.to)"
             elif parameter.requires_grad != needs_grad:
-                change = "had its requires_grad changed between forward and backward;"
-            else:
-                continue
-            raise RuntimeError(f"checkpoint_segments: {what} {change} {advice}")
+                change = "had its requires_grad changed since forward"
+            if change:
+                advice = "run backward before that, or put a torch.utils.checkpoint of your own around it"
+                raise RuntimeError(f"checkpoint_segments: {what} {change}; {advice}")
 
 
 def _memory(parameter: Tensor) -> weakref.ref | None:
-    """Its storage, which `.data = ...` replaces; PyTorch keeps one object, and Python one reference, for each."""
+    """Its storage, which `.data = ...` replaces; each storage has one weak reference, so `is` compares them."""
     return weakref.ref(parameter.untyped_storage()) if has_memory(parameter) else None
 
 
 def _registered(segment: nn.Sequential) -> list[Any]:
-    """The names of parameters and buffers, and the hooks on parameters: a forward leaves them as they are."""
+    """The names of parameters and buffers, and the hooks on parameters."""
     names = [name for name, _ in (*segment.named_parameters(), *segment.named_buffers())]
     return [*names, *map(hook_ids, segment.parameters())]
 
@@ -230,30 +217,29 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
-    """The Sequential of this name, refused unless it runs its blocks one after the other."""
+    """The Sequential of this name; an error unless it runs its blocks one after the other."""
     if name not in modules:
         sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
-        deeper = [one for one in modules if isinstance(name, str) and one.endswith(f".{name}")]
+        deeper = [one for one in modules if one.endswith(f".{name}")]
         close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
         shown = refuse.listed(close) or "no Sequential in this model"
         raise KeyError(f"checkpoint_segments: no layer is called {name!r}; close: {shown}")
-    module, kind = modules[name], type(modules[name])
-    own = vars(module).get("forward")
-    if isinstance(own, Switched):
-        raise ValueError(f"checkpoint_segments: {name!r} runs in segments already; remove that first")
-    found = f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ == "Sequential" else kind.__name__
+    module: Any = modules[name]
+    if isinstance(vars(module).get("forward"), Switched):
+        again = "runs in segments already, perhaps under another name; remove that first"
+        raise ValueError(f"checkpoint_segments: {name!r} {again}")
+    if any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
+        raise ValueError(f"checkpoint_segments: {name!r} has a lazy layer; run the model once before")
+    # What copies and pickles of a switched Sequential have in `forward` is the method of the class.
+    if getattr(module.forward, "__func__", None) is nn.Sequential.forward:
+        return module
+    found = type(module).__name__
     if isinstance(module, nn.Sequential):
-        if any(isinstance(one, LAZY) for one in (*module.parameters(), *module.buffers())):
-            raise ValueError(f"checkpoint_segments: {name!r} has a lazy layer; run the model once before")
-        of_the_class = own is None or getattr(own, "__func__", None) is nn.Sequential.forward  # in a copy
-        if kind.forward is nn.Sequential.forward and of_the_class:
-            return module
         found += " with a forward of its own"
-        if not of_the_class:
-            found += ", put on the object, as accelerate does: call checkpoint_segments before that"
     elif isinstance(module, nn.ModuleList):
         switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
-        advice = f"put torch.utils.checkpoint there, or use {switch}"
-        found += f", whose owner calls the blocks in a loop of its own: {advice}"
+        found += (
+            f", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there or use {switch}"
+        )
     wanted = "a Sequential, whose blocks run one after the other"
     raise TypeError(f"checkpoint_segments: {name!r} should be {wanted}; found {found}")

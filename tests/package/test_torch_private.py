@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hooklab._support import torch_private
 
@@ -80,6 +81,19 @@ def test_a_pytorch_that_calls_modules_in_other_frames_names_no_calls(monkeypatch
     assert [type(module) for module, *_ in torch_private.running_calls(error)] == [nn.Linear]
     monkeypatch.delattr(nn.Module, "_call_impl")
     assert list(torch_private.running_calls(error)) == []
+
+
+def test_a_checkpoint_and_what_it_saves_are_known_by_their_names():
+    hooks, x = [], torch.ones(2, requires_grad=True)
+
+    def inside(x):
+        hooks.extend(torch_private.outer_hooks())
+        return x.exp()
+
+    checkpoint(inside, x, use_reentrant=False)
+    assert [torch_private.is_checkpoint_hook(hook) for hook in (*hooks, inside)] == [True, True, False]
+    nodes = x.exp().grad_fn, (x + 1).grad_fn
+    assert [torch_private.saves_something(node) for node in nodes] == [True, False]
 
 
 def test_outside_backward_nothing_recomputes():

@@ -71,7 +71,7 @@ def equal(left, right):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize("size", [1, 2, 100])
 def test_gradients_parameters_and_buffers_equal_plain_training(size, retain):
     model = net()
     with checkpoint_segments(model, {"body": size, "head": 1}):
@@ -282,18 +282,13 @@ def test_a_compiled_model_is_right_though_not_compiled_and_with_fullgraph_refuse
     ("plan", "error", "message"),
     [
         ({"bodi": 1}, KeyError, "no layer is called 'bodi'; close: 'body'"),
-        ({"heed": 1}, KeyError, "no layer is called 'heed'; close: 'head'"),
         ({"xyz": 1}, KeyError, "close: 'body'"),
-        ({0: 1}, KeyError, "no layer is called 0; close: 'body'"),
         ({"stem": 1}, TypeError, "'stem' should be a Sequential.*found Linear$"),
         ({"": 1}, TypeError, "should be a Sequential.*found Net$"),
         ({"body": 0}, ValueError, r"plan\['body'\]=0\): expected 1 or more"),
-        ({"body": -3}, ValueError, "=-3\\): expected 1 or more"),
         ({"body": 1.5}, TypeError, r"plan\['body'\]=...\): expected a whole number, found float"),
-        ({"body": True}, TypeError, "expected a whole number, found bool"),
         ({}, ValueError, "the plan is empty"),
         (["body"], TypeError, "found list"),
-        ("body", TypeError, "found str"),
         ({"body": 1, "head": 0}, ValueError, "'head'"),
     ],
 )
@@ -336,11 +331,8 @@ class Unrolled(nn.Module):
         ({"inner.h": 1}, "found ModuleList, whose owner calls the blocks in a loop of its own: put"),
         ({"h": 1}, "no layer is called 'h'; close: 'inner.h'"),
         ({"inner.own": 1}, "found Residual with a forward of its own$"),
-        (
-            {"inner.patched": 1},
-            "container.Sequential with a forward of its own, put on the object, as accelerate",
-        ),
-        ({"inner.alias": 1, "inner.same": 1}, "'inner.same' is another name of a layer in the plan"),
+        ({"inner.patched": 1}, "found Sequential with a forward of its own$"),
+        ({"inner.alias": 1, "inner.same": 1}, "'inner.same' runs in segments already, perhaps under another name"),
         ({"inner.lazy": 1}, "'inner.lazy' has a lazy layer; run the model once before"),
     ],
 )
