@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from hooklab._support import packing, refuse
 from hooklab._support.compiled import refuse_compiling
-from hooklab.saved.held import nbytes, owned
+from hooklab.saved.held_memory import nbytes, owned
 from hooklab.saved.queue import Packed, Queue
-from hooklab.stores import MIB, Disk, PinnedMemory
+from hooklab.stores import Disk, PinnedMemory
 
 __all__ = ["Offload"]
+
+MIB = 2**20
 
 
 class Offload:

@@ -24,7 +24,7 @@ from hooklab._support.torch_private import (
     recomputing,
     saves_something,
 )
-from hooklab.saved.held import Dropped, Held, SavedTensor, Storages, nbytes
+from hooklab.saved.held_memory import Dropped, Held, SavedTensor, Storages, nbytes
 
 __all__ = ["SavedTensor", "SavedTensors", "saved_tensors"]
 

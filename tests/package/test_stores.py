@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hooklab import Offload
-from hooklab.stores import ALIGNMENT, Disk, PinnedMemory, Row, Slot
+from hooklab.stores import Disk, PinnedMemory
+from hooklab.stores.slots import ALIGNMENT, Row, Slot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 POSIX = pytest.mark.skipif(not hasattr(os, "pwrite"), reason="this system has no pwrite")
