@@ -19,6 +19,7 @@ __all__ = [
     "eager",
     "graph_task",
     "hook_ids",
+    "in_transform",
     "is_compiled",
     "is_fake",
 ]
@@ -121,3 +122,9 @@ def is_fake(tensor: Tensor) -> bool:
     """True for a tensor of `torch.export` or `FakeTensorMode`, which has a shape and no values."""
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", None)
     return fake is not None and isinstance(tensor, fake)
+
+
+def in_transform(tensor: Tensor) -> bool:
+    """True inside vmap, grad or jvp of torch.func, where a tensor stands for others; False where PyTorch cannot say."""
+    wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+    return wrapped is not None and wrapped(tensor)
