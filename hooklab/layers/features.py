@@ -21,7 +21,6 @@ from hooklab.layers.select import callable_layers, groups, is_sharded
 __all__ = ["Enough", "Features", "features"]
 
 SHOWN = 8  # layers in the text of a Features
-UNEDITED, EDITED = "unedited", "edited"  # in place of the versions in a copy, whose tensors have others
 
 
 def features(
@@ -157,11 +156,7 @@ class Features(Installed, Mapping[str, Any]):
         return frame is not None
 
     def run(self, *args: Any, **kwargs: Any) -> "Features":
-        """Run the model on these inputs, stop it as soon as every layer has been called once, and return this object.
-
-        Raises:
-            RuntimeError: the hooks have been removed, another thread is in a forward, or the model is sharded.
-        """
+        """Run the model on these inputs, stop it as soon as every layer has been called once, and return this object."""
         if self._model is None:
             raise RuntimeError(
                 "features.run: the hooks have been removed; call run inside the block, or make new features"
@@ -173,8 +168,8 @@ class Features(Installed, Mapping[str, Any]):
                 "gathered; call the model itself instead"
             )
         before, own = (self._call, self._task, self._wanted), len(self._handles)
-        self._call, self._task = None, graph_task()
         self._wanted = {uncompiled(self._model).get_submodule(name) for name in self._log}
+        self._call, self._task = None, graph_task()
         try:
             # Hooks of this run alone are the last of their layers: whoever else listens there hears the output first.
             for layer in tuple(self._wanted):
@@ -242,7 +237,7 @@ class Features(Installed, Mapping[str, Any]):
         what += "ReLU(inplace=True) or by `+=`"
         if any(has_memory(tensor) and tensor.untyped_storage().nbytes() == 0 for tensor in tensors_in(kept)):
             what = "has no memory any more: it has been freed by what can recompute it, such as a reversible network"
-        elif versions in (_versions(kept), UNEDITED):
+        elif _is_unedited(kept, versions):
             return kept
         cure = f"features(model, {name!r}, keep=lambda t: t.detach().clone())"
         if not self._detaches:
@@ -254,12 +249,8 @@ class Features(Installed, Mapping[str, Any]):
         self._model = self._call = None  # they may go; what was kept stays
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was kept, without the model."""
-        log: dict[str, list] = {name: [] for name in self._log}
-        for name, calls in self._log.items():
-            for kept, versions in calls:
-                unedited = versions in (_versions(kept), UNEDITED)
-                log[name].append((kept, UNEDITED if unedited else EDITED))
+        """What was kept, without the model. Its tensors have other versions, so it says which are unedited."""
+        log = {name: [(kept, _is_unedited(kept, old)) for kept, old in calls] for name, calls in self._log.items()}
         return {**super().__getstate__(), "_log": log, "_model": None, "_keep": None, "_call": None, "_wanted": set()}
 
 
@@ -295,3 +286,8 @@ def _versions(kept: Any) -> Any:
     if isinstance(kept, Tensor):
         return None if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]
+
+
+def _is_unedited(kept: Any, versions: Any) -> bool:
+    """True if no tensor in `kept` was edited since it had these versions; in a copy they are the answer itself."""
+    return versions if isinstance(versions, bool) else _versions(kept) == versions

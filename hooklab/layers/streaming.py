@@ -24,33 +24,23 @@ ONE_AT_A_TIME = threading.RLock()  # autograd has a thread for each GPU
 
 @dataclass(frozen=True)
 class Statistics:
-    """What has been counted of one layer.
+    """What has been counted of one layer; mean, std, min and max are those of the finite entries, NaN without any."""
 
-    Attributes:
-        calls, count: the tensors that were counted, and their entries, NaN and infinite ones included.
-        mean, std, min, max: of the finite entries, computed in float64; `std` as `torch.std`. NaN without any.
-        zeros: the share of entries that are exactly 0, from 0 to 1.
-        nans, infs: how many entries are NaN, how many infinite.
-        histogram: how many entries fell into each bin, or None without bins; `below` and `above` the rest.
-        history: one histogram for each call, oldest first, int64 of shape (rows, bins); in a long run one row
-            for several calls. None without bins.
-        range: what the bins cover.
-    """
-
-    calls: int
-    count: int
-    mean: float
-    std: float
+    calls: int  # tensors
+    count: int  # their entries, NaN and infinite ones included
+    mean: float  # like std computed in float64
+    std: float  # as torch.std
     min: float
     max: float
-    zeros: float
-    nans: int
+    zeros: float  # the share of entries that are exactly 0, from 0 to 1
+    nans: int  # entries
     infs: int
-    histogram: list[int] | None = None
-    below: int = 0
+    histogram: list[int] | None = None  # entries in each bin; None without bins
+    below: int = 0  # entries below what the bins cover
     above: int = 0
+    # One histogram for each call, oldest first, int64 of shape (rows, bins); in a long run a row has several calls.
     history: Tensor | None = field(default=None, compare=False)
-    range: tuple[float, float] | None = None
+    range: tuple[float, float] | None = None  # what the bins cover
 
 
 class Tally:
