@@ -16,7 +16,7 @@ from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import map_tensors, tensors_in
 from hooklab._support.packing import has_memory, unseen
 from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, uncompiled
-from hooklab.layers.select import callable_layers, groups, is_sharded
+from hooklab.layers.select import callable_layers, groups
 
 __all__ = ["Enough", "Features", "features"]
 
@@ -53,8 +53,7 @@ def features(
         ...     f.run(torch.zeros(2, 4))["1"].shape
         torch.Size([2, 3])
 
-    Limits: docs/limits.md#features (checkpointing, threads, compiled and sharded models).
-    Source: [`Module.register_forward_hook`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook).
+    Limits: docs/limits.md#features. Source: [`Module.register_forward_hook`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook).
     """
     refuse.not_callable("features", "keep", keep, "torch.Tensor.detach")
     return Features(model, callable_layers("features", model, patterns), keep)
@@ -162,7 +161,8 @@ class Features(Installed, Mapping[str, Any]):
                 "features.run: the hooks have been removed; call run inside the block, or make new features"
             )
         self._refuse_a_second_thread()
-        if any(map(is_sharded, self._model.modules())):
+        kinds = {kind.__name__ for module in self._model.modules() for kind in type(module).__mro__}
+        if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
             raise RuntimeError(
                 "features.run: this model is sharded, and a forward that stops early would leave its parameters "
                 "gathered; call the model itself instead"
@@ -214,7 +214,7 @@ class Features(Installed, Mapping[str, Any]):
         counts = [f"{name or repr(name)}: {len(calls)}" for name, calls in self._log.items()]
         if len(counts) > SHOWN:
             counts = [f"{len(counts)} layers", *counts[:SHOWN], "..."]
-        return f"{type(self).__name__}(outputs of {', '.join(counts)})"
+        return f"Features(outputs of {', '.join(counts)})"
 
     def _record(self, name: str) -> list[tuple[Any, Any]]:
         if name in self:

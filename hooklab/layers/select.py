@@ -12,7 +12,7 @@ from hooklab._support import refuse
 from hooklab._support.compiled import warn_if_compiled
 from hooklab._support.torch_private import uncompiled
 
-__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_sharded", "select"]
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "select"]
 
 
 def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
@@ -57,12 +57,6 @@ def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
     for name, layer in layers.items():
         names.setdefault(layer, []).append(name)
     yield from names.items()
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """True where FSDP gathers parameters before each forward and frees them after it."""
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
 
 
 def _check(function: str, model: Any, patterns: tuple) -> None:
