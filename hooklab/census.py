@@ -97,6 +97,8 @@ class HookRecord:
 class Hooks(Tabular, list[HookRecord]):
     """A list of `HookRecord`, shown as a table in a notebook: what `hooks_on` returns."""
 
+    _text_columns = 7
+
     def _columns(self) -> tuple[str, ...]:
         return "kind", "place", "function", "file", "line", "options", "owner"
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import unserializable_hook
 
 from hooklab._support import refuse
 from hooklab._support.handles import Installed
-from hooklab._support.torch_private import eager
+from hooklab._support.torch_private import eager, in_transform
 
 __all__ = ["ClipGradients", "Watch", "clip", "clip_gradients", "scale", "watch", "zero"]
 
@@ -64,7 +64,7 @@ class Watch(Installed, Mapping[str, Tensor]):
 def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Hook:
     @_hook
     def record(grad: Tensor) -> None:
-        if torch.func.debug_unwrap(grad) is not grad:
+        if in_transform(grad):
             raise RuntimeError(
                 f"watch: the gradient at {name!r} lives inside a torch.func transform and ends with it, so it cannot "
                 "be kept; return it from the transformed function, or call watch around a plain backward()"

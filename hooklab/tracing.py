@@ -35,6 +35,8 @@ NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)
 class Trace(Tabular, Installed):
     """The events recorded so far: what `trace` returns."""
 
+    _text_columns = 6
+
     def __init__(self, model: nn.Module | None, tensors: dict[str, Tensor]):
         super().__init__("trace")
         # Each event with the number of its backward, and of the forward that made its Node.

@@ -22,6 +22,8 @@ def table(rows: Iterable[Sequence[str | int]], left: int = 1) -> str:
 class Tabular:
     """Something with rows. A subclass says what they are; this shows them in a notebook and hands them to pandas."""
 
+    _text_columns = 1  # the first ones, which stand to the left as text does; numbers stand to the right
+
     def _columns(self) -> Sequence[str]:
         """The names of the columns."""
         raise NotImplementedError
@@ -36,7 +38,7 @@ class Tabular:
 
     def _repr_html_(self) -> str:
         rows = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in self._cells()]
-        lines = [_row("th", self._columns()), *(_row("td", row) for row in rows[:MAX_ROWS])]
+        lines = [self._row("th", self._columns()), *(self._row("td", row) for row in rows[:MAX_ROWS])]
         more = f"<p>… {len(rows) - MAX_ROWS:,} more rows</p>" if len(rows) > MAX_ROWS else ""
         return f"<table>{''.join(lines)}</table>{more}"
 
@@ -48,6 +50,7 @@ class Tabular:
             raise ImportError("to_dataframe needs pandas, which is not installed: pip install pandas") from None
         return pandas.DataFrame(list(self._records()), columns=list(self._columns()))
 
-
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    def _row(self, tag: str, cells: Sequence[str]) -> str:
+        styles = [' style="text-align: left"' if column < self._text_columns else "" for column in range(len(cells))]
+        written = zip(styles, map(html.escape, cells), strict=True)
+        return f"<tr>{''.join(f'<{tag}{style}>{cell}</{tag}>' for style, cell in written)}</tr>"

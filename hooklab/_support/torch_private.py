@@ -14,9 +14,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
-__all__ = ["NO_BACKWARD", "cached_parametrizations", "eager", "graph_task", "hook_ids", "is_checkpoint_hook"]
-__all__ += ["is_compiled", "is_fake", "outer_hooks", "recomputing", "running_calls", "saves_something", "saving_node"]
-__all__ += ["uncompiled", "without_modes"]
+__all__ = [
+    "NO_BACKWARD",
+    "cached_parametrizations",
+    "eager",
+    "graph_task",
+    "hook_ids",
+    "in_transform",
+    "is_checkpoint_hook",
+    "is_compiled",
+    "is_fake",
+    "outer_hooks",
+    "recomputing",
+    "running_calls",
+    "saves_something",
+    "saving_node",
+    "uncompiled",
+    "without_modes",
+]
 
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
@@ -120,3 +135,9 @@ def is_fake(tensor: Tensor) -> bool:
     """True for a tensor of `torch.export` or `FakeTensorMode`, which has a shape and no values."""
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", None)
     return fake is not None and isinstance(tensor, fake)
+
+
+def in_transform(tensor: Tensor) -> bool:
+    """True inside vmap, grad or jvp of torch.func, where a tensor stands for others; False where PyTorch cannot say."""
+    wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+    return wrapped is not None and wrapped(tensor)

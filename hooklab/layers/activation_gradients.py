@@ -12,18 +12,14 @@ __all__ = ["with_grad"]
 def with_grad(tensor: Tensor, copy: bool = True) -> Tensor:
     """For `keep`: a copy of the output without its graph, whose `.grad` becomes the gradient of the last backward.
 
-    A tensor hook on the output takes the gradient. `.grad` stays None where no gradient arrives: under `no_grad`, where
-    nothing requires grad (a frozen model), and where the output is a view that the next layer edits in place.
-
     Args:
         tensor: any shape, dtype and device.
-        copy: False, as `keep=functools.partial(with_grad, copy=False)`, keeps the output itself, with its graph, and
-            `Tensor.retain_grad` fills its `.grad`, which adds up over backwards. It cannot be read once a later
-            layer has edited it in place.
+        copy: False, as `keep=functools.partial(with_grad, copy=False)`, keeps the output itself, with its graph;
+            its `.grad` adds up. It cannot be read once a later layer has edited it in place.
 
     Returns:
-        A detached copy. Its `.grad`, None until a gradient arrives, has the same shape; a second backward replaces
-        it, and `pickle` leaves it out. Do not edit the gradient: layers whose outputs are added share one.
+        A detached copy. Its `.grad` has the same shape, and is None until a gradient arrives. A second backward pass
+        replaces it. Do not edit it: layers whose outputs are added share one.
 
     Raises:
         TypeError: `tensor` is not a tensor; give the function itself, `keep=with_grad`.

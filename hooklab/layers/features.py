@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from hooklab._support import refuse
 from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import map_tensors, tensors_in
-from hooklab._support.packing import unseen
+from hooklab._support.packing import has_memory, unseen
 from hooklab._support.torch_private import eager, graph_task, outer_hooks, recomputing, uncompiled
-from hooklab.layers.select import callable_layers, groups, is_sharded
+from hooklab.layers.select import callable_layers, groups
 
 __all__ = ["Enough", "Features", "features"]
 
 SHOWN = 8  # layers in the text of a Features
-EDITED = "edited"  # the version of an output that was edited before it was copied: no tensor has it
 
 
 def features(
@@ -29,9 +28,7 @@ def features(
     *patterns: str | type[nn.Module],
     keep: Callable[[Tensor], Any] = torch.Tensor.detach,
 ) -> "Features":
-    """The outputs of layers in the middle of a model, by name.
-
-    The hooks are installed at once; `with`, or `.remove()`, takes them off. What was kept stays readable.
+    """The outputs of layers in the middle of a model, by name; `with`, or `.remove()`, takes the hooks off.
 
     Args:
         model: the module to run.
@@ -41,9 +38,9 @@ def features(
             `lambda t: t.detach().clone()` keeps a copy, `with_grad` the gradient as well.
 
     Returns:
-        A `Features`, a read-only mapping that starts afresh with each forward of the model.
-        `f["layer4"]` is the layer's last output, `f.calls["layer4"]` the list of all of them, and
-        `f.run(*inputs)` runs the model only until every layer has been called once, and returns `f`.
+        A `Features`, a read-only mapping that starts afresh with each forward of the model. `f["layer4"]` is the
+        layer's last output, `f.calls["layer4"]` the list of all of them, and `f.run(*inputs)` runs the model only
+        until every layer has been called once.
 
     Raises:
         KeyError: no layer matches; when reading, a layer that was not asked for or not called.
@@ -56,8 +53,7 @@ def features(
         ...     f.run(torch.zeros(2, 4))["1"].shape
         torch.Size([2, 3])
 
-    Limits: docs/limits.md#features (checkpointing, threads, compiled and sharded models).
-    Source: [`Module.register_forward_hook`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook).
+    Limits: docs/limits.md#features. Source: [`Module.register_forward_hook`](https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook).
     """
     refuse.not_callable("features", "keep", keep, "torch.Tensor.detach")
     return Features(model, callable_layers("features", model, patterns), keep)
@@ -71,9 +67,6 @@ class Features(Installed, Mapping[str, Any]):
     """The outputs of the last forward, by the name of the layer: what `features` returns.
 
     A call of a part of the model by itself, such as `vae.encoder(x)`, starts afresh for the layers inside it.
-
-    Attributes:
-        calls: for each name every output of the last forward, in order.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], keep: Callable[[Tensor], Any]):
@@ -81,33 +74,30 @@ class Features(Installed, Mapping[str, Any]):
         self._model: nn.Module | None = model
         self._detaches = keep is Tensor.detach
         self._keep = keep
-        self._first: dict[str, str] = {}  # each name -> the first name of its module
-        self._log: dict[str, list[tuple[Any, Any]]] = {}  # first name -> what each call left, its versions
+        self._log: dict[str, list[tuple[Any, Any]]] = {}  # name -> of each call what was kept, and its versions
         self._call: FrameType | None = None  # of the forward that is going on, in the thread `_thread`
         self._thread = 0
         self._has_run = self._stopped = False
-        self._wanted: set[str] = set()  # what `run` still waits for
+        self._wanted: set[nn.Module] = set()  # what `run` still waits for
         root = uncompiled(model)
         self._silent = {name: refuse.why_silent([root, layer]) for name, layer in layers.items()}
-        inside: dict[nn.Module, list[str]] = {}  # each module around wanted layers -> their first names
-        for _, names in groups(layers):
-            self._first.update(dict.fromkeys(names, names[0]))
-            for name in names:
-                around = root
-                for part in name.split("."):
-                    inside.setdefault(around, []).append(names[0])
-                    around = around.get_submodule(part)
+        inside: dict[nn.Module, list[list]] = {}  # each module around wanted layers -> their parts of the log
         own = self._handles.append
         with self._all_or_none():
+            for layer, names in groups(layers):
+                calls: list[tuple[Any, Any]] = []
+                own(layer.register_forward_hook(OwnHook(Features._note, self, names[0], calls)))
+                for name in names:
+                    self._log[name], around = calls, root
+                    for part in name.split("."):
+                        inside.setdefault(around, []).append(calls)
+                        around = around.get_submodule(part)
             for module, within in inside.items():
                 own(module.register_forward_pre_hook(OwnHook(Features._begin, self, within)))
-            for module, names in groups(layers):
-                own(module.register_forward_hook(OwnHook(Features._note, self, names[0])))
-            for module in inside:
                 own(module.register_forward_hook(OwnHook(Features._end, self), always_call=True))
 
     @eager
-    def _begin(self, within: list[str], module: nn.Module, args: tuple) -> None:
+    def _begin(self, within: list[list], module: nn.Module, args: tuple) -> None:
         """The outermost call, of the model or of a part, forgets what was kept of the layers inside."""
         if recomputing(self._task):
             return
@@ -115,26 +105,22 @@ class Features(Installed, Mapping[str, Any]):
         caller = this_frame(1)
         if self._call is None or not self._is_around(caller):
             self._call, self._thread, self._has_run = caller, get_ident(), True
-            for name in within:
-                self._log.pop(name, None)
+            for calls in within:
+                calls.clear()
 
     @eager
-    def _note(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+    def _note(self, name: str, calls: list, module: nn.Module, args: tuple, output: Any) -> None:
         """Keep one output. What a checkpoint recomputes is not kept, but `keep` draws its random numbers again."""
         again = recomputing(self._task)
         if self._stopped or (again and self._detaches):
             return
-        try:
-            kept = self._kept(name, output)
-        except Exception:
-            if not again:
-                raise
+        kept = self._kept(name, output)
         if again:
             return
         self._refuse_a_second_thread()
         if self._call is None:  # the layer is called by itself
-            self._log.pop(name, None)
-        self._log.setdefault(name, []).append((kept, _versions(kept)))
+            calls.clear()
+        calls.append((kept, _versions(kept)))
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -169,29 +155,27 @@ class Features(Installed, Mapping[str, Any]):
         return frame is not None
 
     def run(self, *args: Any, **kwargs: Any) -> "Features":
-        """Run the model on these inputs, stop it as soon as every layer has been called once, and return this object.
-
-        Raises:
-            RuntimeError: the hooks have been removed, another thread is in a forward, or the model is sharded.
-        """
+        """Run the model on these inputs, stop it as soon as every layer has been called once, and return this object."""
         if self._model is None:
-            gone = "the hooks have been removed; call run inside the block, or make new features"
-            raise RuntimeError(f"features.run: {gone}")
+            raise RuntimeError(
+                "features.run: the hooks have been removed; call run inside the block, or make new features"
+            )
         self._refuse_a_second_thread()
-        if any(map(is_sharded, self._model.modules())):
-            why = "a forward that stops early would leave its parameters gathered"
-            raise RuntimeError(f"features.run: this model is sharded, and {why}; call the model itself instead")
+        kinds = {kind.__name__ for module in self._model.modules() for kind in type(module).__mro__}
+        if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+            raise RuntimeError(
+                "features.run: this model is sharded, and a forward that stops early would leave its parameters "
+                "gathered; call the model itself instead"
+            )
         before, own = (self._call, self._task, self._wanted), len(self._handles)
-        self._call, self._task, self._wanted = None, graph_task(), set(self._first.values())
-        root = uncompiled(self._model)
+        self._wanted = {uncompiled(self._model).get_submodule(name) for name in self._log}
+        self._call, self._task = None, graph_task()
         try:
             # Hooks of this run alone are the last of their layers: whoever else listens there hears the output first.
-            for name in tuple(self._wanted):
-                layer, stop = root.get_submodule(name), OwnHook(Features._stop, self, name)
-                self._handles.append(layer.register_forward_hook(stop))
+            for layer in tuple(self._wanted):
+                self._handles.append(layer.register_forward_hook(OwnHook(Features._stop, self)))
             self._model(*args, **kwargs)
-        except Exception:
-            # The model may have caught our `Enough`, and raised an error of its own instead.
+        except Exception:  # the model may have caught our `Enough`, and raised an error of its own instead
             if not self._stopped:
                 raise
         finally:
@@ -202,40 +186,41 @@ class Features(Installed, Mapping[str, Any]):
         return self
 
     @eager
-    def _stop(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+    def _stop(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not recomputing(self._task):
-            self._wanted.discard(name)
+            self._wanted.discard(module)
             if not self._wanted:
                 self._stopped = True
                 raise Enough("every wanted output is there")
 
     @property
     def calls(self) -> Mapping[str, list[Any]]:
+        """For each name every output of the last forward, in order."""
         return Calls(self)
 
     def __getitem__(self, name: str) -> Any:
         return self._checked(name, *self._record(name)[-1])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._first and self._first[name] in self._log
+        return name in self._log and bool(self._log[name])
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._first if name in self)
+        return (name for name, calls in self._log.items() if calls)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        counts = [f"{name or repr(name)}: {len(self._log.get(of, ()))}" for name, of in self._first.items()]
+        counts = [f"{name or repr(name)}: {len(calls)}" for name, calls in self._log.items()]
         if len(counts) > SHOWN:
             counts = [f"{len(counts)} layers", *counts[:SHOWN], "..."]
-        return f"{type(self).__name__}(outputs of {', '.join(counts)})"
+        return f"Features(outputs of {', '.join(counts)})"
 
     def _record(self, name: str) -> list[tuple[Any, Any]]:
         if name in self:
-            return self._log[self._first[name]]
-        if name not in self._first:
-            close = get_close_matches(str(name), self._first) or list(self._first)[:5]
+            return self._log[name]
+        if name not in self._log:
+            close = get_close_matches(str(name), self._log) or list(self._log)[:5]
             raise KeyError(f"features: {name!r} was not asked for; asked for: {refuse.listed(close)}")
         if not self._has_run:
             why = self._silent[name]
@@ -247,30 +232,26 @@ class Features(Installed, Mapping[str, Any]):
         )
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:
-        """What was kept, unless it was edited in place since."""
-        if _versions(kept) == versions:
+        """What was kept, unless it was edited in place or freed since."""
+        what = "has been overwritten in place since the layer returned it, by a later layer such as "
+        what += "ReLU(inplace=True) or by `+=`"
+        if any(has_memory(tensor) and tensor.untyped_storage().nbytes() == 0 for tensor in tensors_in(kept)):
+            what = "has no memory any more: it has been freed by what can recompute it, such as a reversible network"
+        elif _is_unedited(kept, versions):
             return kept
         cure = f"features(model, {name!r}, keep=lambda t: t.detach().clone())"
         if not self._detaches:
             cure = "let `keep` end in .clone(), or take keep=with_grad without copy=False"
-        raise RuntimeError(
-            f"features: the output of {name!r} has been overwritten in place since the layer returned it, by a later "
-            f"layer such as ReLU(inplace=True) or by `+=`; keep a copy of its own: {cure}"
-        )
+        raise RuntimeError(f"features: the output of {name!r} {what}; keep a copy of its own: {cure}")
 
     def remove(self) -> None:
         super().remove()
         self._model = self._call = None  # they may go; what was kept stays
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was kept, without the model. A copy has versions of its own, so it says which outputs are as they were."""
-        log = {name: [(kept, _versions(kept) == old) for kept, old in calls] for name, calls in self._log.items()}
-        return {**super().__getstate__(), "_log": log, "_model": None, "_keep": None, "_call": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        for name, calls in state["_log"].items():
-            self._log[name] = [(kept, _versions(kept) if same else EDITED) for kept, same in calls]
+        """What was kept, without the model. Its tensors have other versions, so it says which are unedited."""
+        log = {name: [(kept, _is_unedited(kept, old)) for kept, old in calls] for name, calls in self._log.items()}
+        return {**super().__getstate__(), "_log": log, "_model": None, "_keep": None, "_call": None, "_wanted": set()}
 
 
 class Calls(Mapping[str, list[Any]]):
@@ -305,3 +286,8 @@ def _versions(kept: Any) -> Any:
     if isinstance(kept, Tensor):
         return None if kept.is_inference() else kept._version
     return [_versions(tensor) for tensor in tensors_in(kept)]
+
+
+def _is_unedited(kept: Any, versions: Any) -> bool:
+    """True if no tensor in `kept` was edited since it had these versions; in a copy they are the answer itself."""
+    return versions if isinstance(versions, bool) else _versions(kept) == versions

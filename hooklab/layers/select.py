@@ -12,9 +12,7 @@ from hooklab._support import refuse
 from hooklab._support.compiled import warn_if_compiled
 from hooklab._support.torch_private import uncompiled
 
-__all__ = ["callable_layers", "chosen", "down_to", "groups", "is_sharded", "select"]
-
-MAX_DEPTH = 900  # levels of modules inside modules
+__all__ = ["callable_layers", "chosen", "down_to", "groups", "select"]
 
 
 def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
@@ -34,27 +32,20 @@ def chosen(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
 def callable_layers(function: str, model: Any, patterns: tuple) -> dict[str, nn.Module]:
     """The chosen layers that a forward can call; warns where hooks may be ignored."""
     found = chosen(function, model, patterns)
-    if isinstance(uncompiled(model), torch.jit.ScriptModule):
-        raise ValueError(_never_called(function, "", uncompiled(model)))
     layers = {name: layer for name, layer in found.items() if _has_forward(layer)}
-    if missing := {name: layer for name, layer in found.items() if name in patterns and name not in layers}:
-        name, layer = next(iter(missing.items()))
-        raise ValueError(_never_called(function, name, layer))
-    if not layers:
-        raise ValueError(_never_called(function, *next(iter(found.items()))))
+    for name, layer in found.items():
+        if name not in layers and (name in patterns or not layers):
+            raise ValueError(_never_called(function, name, layer))
     warn_if_compiled(function, model, stacklevel=4)
     return layers
 
 
 def down_to(depth: int, model: nn.Module) -> tuple[str, ...]:
-    """The names of the layers that have a forward, down to `depth`; of the model alone where there are none.
-
-    What has none (an `nn.ModuleList`) is no level of its own.
-    """
+    """The names of the layers that have a forward, down to `depth`; the model's own where there are none."""
     levels, names = {"": 0}, []
     for name, layer in _layers(uncompiled(model)).items():
         if name:
-            called = _has_forward(layer)
+            called = _has_forward(layer)  # else, as an nn.ModuleList, it is no level of its own
             levels[name] = levels[name.rpartition(".")[0]] + called
             names += [name] if called and levels[name] <= depth else []
     return tuple(names) or ("",)
@@ -68,12 +59,6 @@ def groups(layers: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, list[str]]
     yield from names.items()
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """True where FSDP gathers parameters before each forward and frees them after it."""
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
-
-
 def _check(function: str, model: Any, patterns: tuple) -> None:
     refuse.no_module(function, model)
     if not patterns:
@@ -82,18 +67,16 @@ def _check(function: str, model: Any, patterns: tuple) -> None:
             "give a class such as nn.Conv2d, or '**' for every layer"
         )
     for pattern in patterns:
-        if isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
-            continue
-        found = f"the class {pattern.__name__}" if isinstance(pattern, type) else type(pattern).__name__
-        hint = _hint(function, model, pattern)
-        raise TypeError(f"{function}: expected names, patterns or Module classes, found {found}{hint}")
+        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
+            found = f"the class {pattern.__name__}" if isinstance(pattern, type) else type(pattern).__name__
+            hint = _hint(function, model, pattern)
+            raise TypeError(f"{function}: expected names, patterns or Module classes, found {found}{hint}")
 
 
 def _hint(function: str, model: nn.Module, wrong: Any) -> str:
     """What was meant, perhaps, where something else stands in place of a name, a pattern or a class."""
-    if isinstance(wrong, torch.Tensor) or (
-        isinstance(wrong, list | tuple) and wrong and all(isinstance(size, int) for size in wrong)
-    ):
+    is_shape = isinstance(wrong, list | tuple) and wrong and all(isinstance(size, int) for size in wrong)
+    if is_shape or isinstance(wrong, torch.Tensor):
         return "; layers are named here, and no input or its shape: run the model yourself, inside the block"
     if isinstance(wrong, list | tuple | set | dict):
         return f"; write {function}(model, *names)"
@@ -108,22 +91,13 @@ def _hint(function: str, model: nn.Module, wrong: Any) -> str:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """As `model.named_modules(remove_duplicate=False)`, in a fifth of the time, also where layers form a cycle."""
-    found: dict[str, nn.Module] = {}
-    stack = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        if name.count(".") > MAX_DEPTH:
-            raise RecursionError(
-                f"this model has a {type(module).__name__} inside itself: {name[:60]}...; keep a reference to a parent "
-                "in a list or a weakref, where nn.Module does not register it"
-            )
-        found[name] = module
-        if module._modules:
-            prefix = f"{name}." if name else ""
-            parts = [(prefix + own, part) for own, part in module._modules.items() if part is not None]
-            stack.extend(reversed(parts))
-    return found
+    try:
+        return dict(model.named_modules(remove_duplicate=False))
+    except RecursionError:
+        raise RecursionError(
+            "this model has a module inside itself; keep a reference to a parent in a list or a weakref, where nn.Module "
+            "does not register it"
+        ) from None
 
 
 def _matching(layers: dict[str, nn.Module], pattern: str | type) -> Iterator[str]:
@@ -155,8 +129,7 @@ def _close(pattern: str | type, layers: dict[str, nn.Module]) -> str:
 
 
 def _has_forward(layer: nn.Module) -> bool:
-    # A scripted module takes no hooks, and its class cannot be asked for its forward.
-    if isinstance(layer, torch.jit.ScriptModule):
+    if isinstance(layer, torch.jit.ScriptModule):  # it takes no hooks, and its class cannot be asked for its forward
         return False
     return type(layer).forward is not nn.Module.forward or "forward" in layer.__dict__
 
@@ -167,12 +140,10 @@ def _never_called(function: str, name: str, layer: nn.Module) -> str:
             f"{function}: {name!r} is a {type(layer).__name__}, a TorchScript module, which is not hooked; "
             "take the eager module it was made from, or a layer around it"
         )
-    inside = f"'{name}.*'" if name else "'*'"
-    return f"{function}: {name!r} is a {type(layer).__name__}, which has no forward and is never called; " + (
-        f"take what is inside: {inside}"
-        if layer._modules
-        else "it holds no layers, so there is nothing to hook; take a layer around it"
-    )
+    cure = "it holds no layers, so there is nothing to hook; take a layer around it"
+    if layer._modules:
+        cure = f"take what is inside: {name + '.*' if name else '*'!r}"
+    return f"{function}: {name!r} is a {type(layer).__name__}, which has no forward and is never called; {cure}"
 
 
 def select(model: nn.Module, *patterns: str | type[nn.Module]) -> dict[str, nn.Module]:
@@ -180,13 +151,11 @@ def select(model: nn.Module, *patterns: str | type[nn.Module]) -> dict[str, nn.M
 
     Args:
         model: any module; of a compiled one the layers inside are meant.
-        *patterns: exact names (`"layer1.0.conv1"`; `""` is the model itself); patterns in which `*` stands
-            for text without a dot and `**` for any text, also across dots (`"layer*.0.conv1"`, `"**.relu"`);
-            Module classes (`nn.Conv2d`, subclasses included).
+        *patterns: exact names (`"layer1.0.conv1"`; `""` is the model itself); patterns in which `*` stands for text
+            without a dot and `**` for any text (`"layer*.0.conv1"`, `"**.relu"`); classes (`nn.Conv2d`).
 
     Returns:
-        The modules by name: in the order of the patterns, for each in the order of the model, every name
-        once. A module with several names is there under each of them.
+        The modules by name, in the order of the patterns, then of the model. A shared module has all its names there.
 
     Raises:
         KeyError: a pattern matches nothing; the message gives the closest names.

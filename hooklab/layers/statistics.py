@@ -56,9 +56,7 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
         """Hang a tensor hook on what a layer returns."""
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and torch.is_grad_enabled()]
         (self._frozen.difference_update if tensors else self._frozen.update)(names)
-        for tensor in tensors:
-            if _hung_already(arrived, tensor):
-                continue
+        for tensor in (tensor for tensor in tensors if not _hung_already(arrived, tensor)):
             handle = tensor.register_hook(arrived)
             if tensor.is_leaf:  # it outlives this forward, as a parameter does; the hook must not
                 self._handles[:] = [h for h in self._handles if h.hooks_dict_ref() is not None]
@@ -101,10 +99,11 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
         return f"LayerStatistics(calls of {', '.join(calls[:SHOWN])}{more})"
 
     def _nothing_of(self, name: str) -> str:
-        """Why nothing was counted of this layer, and what to do."""
         if self.of == "output":
-            todo = "run the model inside the block (counted are tensors, also those in tuples, lists, dicts and dataclasses)"
-            return f"layer_statistics: no output of {name!r} yet; {todo} {self._why_silent[name]}"
+            return (
+                f"layer_statistics: no output of {name!r} yet; run the model inside the block (counted are tensors, also "
+                f"those in tuples, lists, dicts and dataclasses) {self._why_silent[name]}"
+            )
         if name in self._frozen:
             return (
                 f"layer_statistics: no gradient of {name!r}: what it returned needs none, since nothing before it does; "
@@ -127,7 +126,6 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
     def _cells(self) -> Iterator[list[str | int]]:
         for name, calls, *numbers, zeros, nans, infs in self._records():
             share = "-" if math.isnan(zeros) else f"{zeros:.1%}"
-            # '' is the model itself.
             yield [name or repr(name), str(calls), *map(short, numbers), share, str(nans), str(infs)]
 
 
@@ -137,10 +135,10 @@ def _hung_already(hook: Callable, tensor: Tensor) -> bool:
         return hook in (tensor._backward_hooks or {}).values()
     # Several tensors may come from one Node (`chunk`), and a recomputation meets the Node of its input again.
     node: Any = tensor.grad_fn
-    noted, this = node.metadata.setdefault(__name__, set()), (hook, tensor.output_nr)
-    met = this in noted
-    noted.add(this)
-    return met
+    seen = node.metadata.setdefault(__name__, set())
+    before = len(seen)
+    seen.add((hook, tensor.output_nr))
+    return len(seen) == before
 
 
 def layer_statistics(
@@ -150,16 +148,14 @@ def layer_statistics(
     bins: int = 0,
     range: tuple[float, float] = (-10, 10),
 ) -> LayerStatistics:
-    """Mean, spread, extremes, zeros and NaNs of what layers return, over any number of steps.
+    """Mean, spread, extremes, zeros and NaNs of what layers return; `with`, or `.remove()`, takes the hooks off.
 
-    The hooks are installed at once; `with`, or `.remove()`, takes them off, and what was counted stays.
     No tensor is kept, and a GPU is not waited for until the statistics are read.
 
     Args:
-        model: the module to run.
+        model: the module to run, any number of times.
         *patterns: which layers, as in `select`; `"**"` for all of them.
-        of: `"output"`, or `"grad_output"` for the gradient with respect to the output, taken by a tensor hook
-            (right beside in-place layers). Under a `GradScaler` it is the scaled gradient.
+        of: `"output"`, or `"grad_output"` for the gradient with respect to the output (scaled under a `GradScaler`).
         bins: the number of bins of a histogram for each call; 0 for none.
         range: what the bins cover, as `torch.histc` counts; entries below and above are counted apart.
 

@@ -1,6 +1,5 @@
 """Statistics of tensors that stream by: no tensor is kept, and a GPU is never waited for until one reads."""
 
-import copy
 import math
 import threading
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooklab._support.torch_private import eager, is_fake, without_modes
+from hooklab._support.torch_private import eager, in_transform, is_fake, without_modes
 
 __all__ = ["MAX_ROWS", "STAGED", "Statistics", "Tally", "plain", "short"]
 
@@ -20,38 +19,28 @@ PENDING = 64  # summaries that wait before they are merged
 MAX_ROWS = 512  # rows of the history: once it has so many, two rows become one
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 UNORDERED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)  # PyTorch compares none of them
+ONE_AT_A_TIME = threading.RLock()  # autograd has a thread for each GPU
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What has been counted of one layer.
+    """What has been counted of one layer; mean, std, min and max are those of the finite entries, NaN without any."""
 
-    Attributes:
-        calls: the tensors that were counted.
-        count: their entries, NaN and infinite ones included.
-        mean, std, min, max: of the finite entries, computed in float64; `std` as `torch.std`. NaN without any.
-        zeros: the share of entries that are exactly 0, from 0 to 1.
-        nans, infs: how many entries are NaN, how many infinite.
-        histogram: how many entries fell into each bin, or None without bins; `below` and `above` the rest.
-        history: one histogram for each call, oldest first, int64 of shape (rows, bins); in a long run one row
-            for several calls. None without bins.
-        range: what the bins cover.
-    """
-
-    calls: int
-    count: int
-    mean: float
-    std: float
+    calls: int  # tensors
+    count: int  # their entries, NaN and infinite ones included
+    mean: float  # like std computed in float64
+    std: float  # as torch.std
     min: float
     max: float
-    zeros: float
-    nans: int
+    zeros: float  # the share of entries that are exactly 0, from 0 to 1
+    nans: int  # entries
     infs: int
-    histogram: list[int] | None = None
-    below: int = 0
+    histogram: list[int] | None = None  # entries in each bin; None without bins
+    below: int = 0  # entries below what the bins cover
     above: int = 0
+    # One histogram for each call, oldest first, int64 of shape (rows, bins); in a long run a row has several calls.
     history: Tensor | None = field(default=None, compare=False)
-    range: tuple[float, float] | None = None
+    range: tuple[float, float] | None = None  # what the bins cover
 
 
 class Tally:
@@ -66,27 +55,21 @@ class Tally:
         self._staged: dict[torch.device, list[Tensor]] = {}
         self._staged_count = 0
         self._summaries: dict[torch.device, list[Tensor]] = {}
-        self._lock = threading.RLock()  # autograd has a thread for each GPU
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
+        with ONE_AT_A_TIME:
             self._unstage()
-            summaries = {device: list(own) for device, own in self._summaries.items()}
-            histogram = copy.copy(self._histogram)
-            return {**vars(self), "_summaries": summaries, "_histogram": histogram, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
+            return vars(self)
 
     @eager
     def add(self, tensor: Tensor) -> None:
         """Count the entries of `tensor`: any shape, dtype and device. Nothing of it is kept."""
-        if torch.func.debug_unwrap(tensor) is not tensor:
+        if in_transform(tensor):
             raise NotImplementedError(
                 "layer_statistics: this layer runs inside vmap, grad or jvp of torch.func, where its tensors stand for "
                 "others; open the block around a plain forward"
             )
-        with self._lock, without_modes():
+        with ONE_AT_A_TIME, without_modes():
             tensor = plain(tensor.detach())
             number = tensor.numel()
             self.calls += 1
@@ -106,9 +89,10 @@ class Tally:
     @eager
     def read(self) -> Statistics:
         """What has been counted so far; on a GPU this waits for it."""
-        with self._lock, without_modes():
+        with ONE_AT_A_TIME, without_modes():
             self._unstage()
-            n, mean, spread, zeros, nans, infs, low, high = self._merged()
+            each = [_merge(summaries).cpu().double() for summaries in self._summaries.values()]
+            n, mean, spread, zeros, nans, infs, low, high = _merge(each).tolist() if each else [0.0] * 8
             seen, none = n + nans + infs, math.nan
             low, high, mean = (low, high, mean) if n else (none, none, none)
             std = math.sqrt(spread / (n - 1)) if n > 1 else none
@@ -127,10 +111,6 @@ class Tally:
         if len(summaries) >= PENDING:
             summaries[:] = [_merge(summaries)]
 
-    def _merged(self) -> list[float]:
-        each = [_merge(summaries).cpu().double() for summaries in self._summaries.values() if summaries]
-        return _merge(each).tolist() if each else [0.0] * 8
-
 
 class Histogram:
     """How many entries fell into each bin, below and above: of all calls, and of each."""
@@ -140,13 +120,13 @@ class Histogram:
         self.rows: list[Tensor] = []  # of the history: what fell below, each bin, what fell above
         self.calls_per_row, self.row_calls = 1, 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "rows": list(self.rows)}
-
     def add(self, tensor: Tensor) -> None:
         row = torch.zeros(self.bins + 2, dtype=torch.int64, device=tensor.device)
+        low, high = self.range
         for piece in _pieces(tensor):  # torch.histc counts in float32, which is exact for so few
-            row = row + self._counts(piece if piece.dtype in (torch.float32, torch.float64) else piece.float())
+            piece = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+            inside = torch.histc(piece, self.bins, low, high).to(torch.int64)
+            row = row + torch.cat([(piece < low).sum()[None], inside, (piece > high).sum()[None]])
         if self.row_calls:
             self.rows[-1] = self.rows[-1] + row.to(self.rows[-1].device)
         else:
@@ -156,11 +136,6 @@ class Histogram:
             pairs = zip(self.rows[::2], self.rows[1::2], strict=True)
             self.rows = [first + second.to(first.device) for first, second in pairs]
             self.calls_per_row *= 2
-
-    def _counts(self, piece: Tensor) -> Tensor:
-        low, high = self.range
-        inside = torch.histc(piece, self.bins, low, high).to(torch.int64)
-        return torch.cat([(piece < low).sum()[None], inside, (piece > high).sum()[None]])
 
     def read(self) -> dict[str, Any]:
         """The part of `Statistics` that comes with bins; on a GPU this waits for it."""
@@ -209,7 +184,7 @@ def _widened(tensor: Tensor) -> Tensor:
 def _summary(wide: Tensor) -> Tensor:
     """Eight numbers of a tensor, which is overwritten: count, mean, spread, zeros, NaNs, infinities, least, largest.
 
-    Count, mean, spread (the sum of squared distances from the mean) and the extremes are those of the finite entries.
+    The spread is the sum of squared distances from the mean; all but the three counts are of the finite entries.
     """
     if wide.is_cpu and math.isfinite(total := wide.sum().item()):  # on a GPU a look at a value would wait for it
         return _finite_summary(wide, total)

@@ -42,8 +42,7 @@ class Verbose(Installed):
             self._handles.append(root.register_forward_pre_hook(OwnHook(self._begin), prepend=True))
             for module in {root: None, **labels}:  # the root always: it may fail between two layers
                 hook = OwnHook(self._end, labels.get(module))
-                handle = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
-                self._handles.append(handle)
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
         _on.add(self)
 
     @eager
@@ -75,7 +74,7 @@ class Verbose(Installed):
         name = label if self._calls[label] == 1 else f"{label} #{self._calls[label]}"
         self._names = max(self._names, min(MAX_NAME, len(name)))
         kind = type(module).__name__
-        self._write(f"{name.ljust(self._names)}  {kind.ljust(self._types)}  {shapes(output)}".rstrip())
+        self._write(f"{name:{self._names}}  {kind:{self._types}}  {shapes(output)}")
 
     def _failed(self, error: BaseException, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """One line for the innermost layer that raised, whether or not it was to be written."""
@@ -90,10 +89,6 @@ class Verbose(Installed):
         given = shapes(args[0] if len(args) == 1 and not kwargs else (*args, *([kwargs] if kwargs else [])))
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         self._write(f"{names[0] if names and names[0] else kind}  {kind}  failed on {given}: {said}")
-
-    def _same_as(self, other: "Verbose") -> bool:
-        """True where both write the same lines."""
-        return self._root() is other._root() and self._labels == other._labels and self._write == other._write
 
     def remove(self) -> None:
         _on.discard(self)
@@ -127,21 +122,19 @@ def verbose(
     depth: int = 1,
     write: Callable[[str], object] = print,
 ) -> Verbose:
-    """One line for each layer that finishes, while the forward runs; where it fails, the last line says so.
-
-    The hooks are installed at once; `with`, or `.remove()`, takes them off.
+    """One line for each layer that finishes, while the forward runs; `with`, or `.remove()`, takes the hooks off.
 
     Args:
         model: the module to watch. Nothing in it changes; for running statistics call `model.eval()` yourself.
         *patterns: which layers, as in `select`. Without any, those down to `depth`.
-        depth: 1 for the layers directly in the model, 2 for those inside them too, and so on (an `nn.ModuleList`,
-            which is never called, is no level of its own); 0 for the model as a whole. Not used with patterns.
+        depth: 1 for the layers directly in the model, 2 for those inside them too, and so on (an `nn.ModuleList`
+            is no level of its own); 0 for the model as a whole.
         write: called with each line; `lines.append` collects them.
 
     Returns:
-        A `Verbose`, with `.remove()`. A line holds the name, the type and the shapes of the output; `#2` marks the
-        second call in one forward, `a = b` a layer with two names. A forward that raises ends with a line that names
-        the innermost layer that failed, the shapes it was given and the error.
+        A `Verbose`. A line holds the name, the type and the shapes of the output; `#2` marks the second call in one
+        forward, `a = b` a layer with two names. A forward that raises ends with a line that names the innermost layer
+        that failed, the shapes it was given and the error.
 
     Raises:
         KeyError: no layer matches.
@@ -160,9 +153,9 @@ def verbose(
     depth = refuse.count("verbose", "depth", depth)
     refuse.not_callable("verbose", "write", write, "print, or lines.append of a list")
     refuse.no_module("verbose", model)
-    before = list(_on)
+    before = [other for other in _on if other._root() is uncompiled(model) and other._write == write]
     lines = Verbose(model, callable_layers("verbose", model, patterns or down_to(depth, model)), write)
-    if any(map(lines._same_as, before)):
+    if any(other._labels == lines._labels for other in before):
         warnings.warn(
             "verbose: the same verbose is on this model already, so every line will come twice; "
             "call .remove() on the first one, or use `with`",

@@ -406,7 +406,7 @@ def test_room_of_slots_that_were_never_copied_is_used_again_in_order(device):
 
 
 def test_chunks_grow_to_their_limit_and_are_used_again(device, monkeypatch):
-    monkeypatch.setattr("hooklab.stores.MIN_CHUNK", 4096)
+    monkeypatch.setattr("hooklab.stores.pinned.MIN_CHUNK", 4096)
     store = SlowMemory(device, chunk=16_384)
     for _ in range(3):
         slots = [store.write(torch.zeros(1000)) for _ in range(10)]

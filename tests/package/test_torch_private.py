@@ -49,6 +49,7 @@ NAMES = [
     ("torch._C", "_current_autograd_node"),
     ("torch._C", "_dynamo"),
     ("torch._C", "_len_torch_dispatch_stack"),
+    ("torch._C._functorch", "is_functorch_wrapped_tensor"),
     ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
     ("torch._C._dynamo.eval_frame", "set_code_exec_strategy"),
     ("torch.nn.utils.parametrize", "_cache_enabled"),

@@ -63,18 +63,14 @@ def test_a_feature_is_the_output_of_its_layer(model, x):
 
 def test_the_mapping_holds_the_layers_that_were_called(model, x):
     with features(model, "1", "*") as f:
-        assert list(f) == []
-        assert "1" not in f
-        model(x)
-        assert list(f) == ["1", "0", "2", "3", "4"]
-        assert len(f) == 5
-        assert repr(f) == "Features(outputs of 1: 1, 0: 1, 2: 1, 3: 1, 4: 1)"
-        assert repr(f.calls) == "Calls(Features(outputs of 1: 1, 0: 1, 2: 1, 3: 1, 4: 1))"
-
-
-def test_many_layers_are_named_in_short():
-    f = features(nn.Sequential(*[nn.Tanh() for _ in range(1_000)]), "*")
-    assert repr(f) == "Features(outputs of 1000 layers, 0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, 6: 0, 7: 0, ...)"
+        assert (list(f), "1" in f, list(f.calls), len(f.calls), "1" in f.calls) == ([], False, [], 0, False)
+        model[:3](x)
+        for found in (f, f.calls):
+            assert (list(found), len(found), "1" in found, "3" in found) == (["1", "0", "2"], 3, True, False)
+        assert repr(f) == "Features(outputs of 1: 1, 0: 1, 2: 1, 3: 0, 4: 0)"
+        assert repr(f.calls) == f"Calls({f!r})"
+    many = features(nn.Sequential(*[nn.Tanh() for _ in range(1_000)]), "*")
+    assert repr(many) == "Features(outputs of 1000 layers, 0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, 6: 0, 7: 0, ...)"
 
 
 def test_no_graph_is_kept_unless_keep_asks_for_it(model, x):
@@ -271,22 +267,6 @@ def test_run_ends_a_model_that_tries_again_and_then_raises_an_error_of_its_own(x
             f.run(torch.ones(1, 9))
 
 
-@pytest.mark.parametrize("watching", WATCHES[:2], ids=NAMES[:2])
-def test_a_copy_made_inside_compiles_to_one_graph(watching, model, x):
-    with watching(model, "*"):
-        twin = copy.deepcopy(model)
-    torch.compiler.reset()
-    compiled = torch.compile(twin, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), model(x))
-
-
-def test_the_calls_are_a_mapping_of_what_was_called(model, x):
-    with features(model, "*") as f:
-        assert (list(f.calls), len(f.calls), "0" in f.calls) == ([], 0, False)
-        model[:2](x)
-    assert (list(f.calls), len(f.calls), "0" in f.calls, "2" in f.calls) == (["0", "1"], 2, True, False)
-
-
 def test_a_model_that_calls_itself_keeps_all_calls():
     class Tree(nn.Module):
         def __init__(self):
@@ -360,7 +340,6 @@ def test_features_refuse_a_value_overwritten_in_place():
     model, x = mlp(4, 5, 2, inplace=True), torch.randn(3, 4)
     with features(model, "0", "1") as f:
         model(x)
-    assert (f["1"] >= 0).all()
     for read in (lambda: f["0"], lambda: f.calls["0"], lambda: dict(f)):
         with pytest.raises(
             RuntimeError, match=r"output of '0' has been overwritten.*keep=lambda t: t.detach\(\).clone\(\)"
@@ -369,19 +348,23 @@ def test_features_refuse_a_value_overwritten_in_place():
     assert "0" in f
 
 
-def test_a_copy_is_safe_from_in_place_layers():
-    model, x = mlp(4, 5, 2, inplace=True), torch.randn(3, 4)
-    with features(model, "0", keep=lambda t: t.detach().clone()) as f:
-        model(x)
-    assert torch.equal(f["0"], model[0](x))
-
-
 def test_overwriting_is_found_inside_nested_outputs():
     model = nn.Sequential(Returns(lambda x: {"a": [x * 2]}), Returns(lambda out: out["a"][0].add_(1)))
     with features(model, "0") as f:
         model(torch.ones(2))
     with pytest.raises(RuntimeError, match="overwritten in place"):
         f["0"]
+
+
+def test_reading_an_output_whose_memory_was_freed_says_so_and_what_helps(model, x):
+    """Reversible networks free what they can recompute; to read it would end the process."""
+    model[1].register_forward_hook(lambda module, args, output: (args[0].untyped_storage().resize_(0), None)[1])
+    with features(model, "0") as f, features(model, "0", keep=lambda t: [t.detach().clone()]) as copies:
+        model(x)
+    for read in (lambda: f["0"], lambda: f.calls["0"]):
+        with pytest.raises(RuntimeError, match=r"'0' has no memory any more.*keep=lambda t: t.detach\(\).clone\(\)"):
+            read()
+    assert torch.equal(copies["0"][0], model[0](x))
 
 
 def test_under_inference_mode_the_default_keeps_a_copy():
@@ -398,15 +381,6 @@ def test_under_inference_mode_what_a_keep_of_ones_own_returns_is_not_checked():
     with torch.inference_mode(), features(model, "0", keep=lambda t: t) as f:
         model(torch.randn(3, 4))
     assert f["0"].min() == 0  # what the ReLU has made of it
-
-
-def test_in_inference_mode_an_ordinary_tensor_is_checked_still():
-    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
-    x = -torch.ones(2)
-    with torch.inference_mode(), features(model, "0") as f:
-        model(x)
-    with pytest.raises(RuntimeError, match="overwritten in place"):
-        f["0"]
 
 
 # ---- run ----
@@ -461,23 +435,16 @@ def test_run_lets_errors_of_the_model_through(model):
 # ---- before, after, and beside others ----
 
 
-def test_after_the_block_the_model_is_as_before(model, x):
-    before, expected = state_of(model), model(x)
-    plain = pickle.dumps(model)
-    with features(model, "**", "") as f:
-        model(x)
-        assert f
-    assert same_state(before, state_of(model))
-    assert hooks_on(model) == []
-    assert pickle.dumps(model) == plain
-    assert torch.equal(copy.deepcopy(model)(x), expected)
-
-
-def test_outputs_and_gradients_are_bit_equal_during_the_block(model, x):
-    plain = torch.autograd.grad(model(x).sum(), model.parameters())
-    with features(model, "**"):
+@pytest.mark.parametrize("watching", WATCHES, ids=NAMES)
+def test_what_is_watched_is_bit_equal_and_after_the_block_the_model_is_as_before(watching, model, x):
+    expected = torch.autograd.grad(model(x).sum(), model.parameters())
+    before, pickled = state_of(model), pickle.dumps(model)
+    with watching(model, "**", ""):
         watched = torch.autograd.grad(model(x).sum(), model.parameters())
-    assert all(map(torch.equal, plain, watched))
+    assert all(map(torch.equal, expected, watched))
+    assert same_state(before, state_of(model))
+    assert hooks_on(model) == hooks_on(copy.deepcopy(model)) == []
+    assert pickle.dumps(model) == pickled
 
 
 def test_only_its_own_hooks_are_removed(model, x):
@@ -531,12 +498,9 @@ def test_keep_that_cannot_be_called_is_refused(model):
 def test_a_container_that_is_never_called_is_refused_or_left_out():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2)])
-    with pytest.raises(ValueError, match=r"'layers' is a ModuleList, which has no forward.*'layers\.\*'"):
-        features(model, "layers")
-    with pytest.raises(ValueError, match="'layers' is a ModuleList"):
-        features(model, "layers.0", "layers")
-    with pytest.raises(ValueError, match="'layers' is a ModuleList"):
-        features(model, nn.ModuleList)
+    for patterns in (["layers"], ["layers.0", "layers"], [nn.ModuleList]):
+        with pytest.raises(ValueError, match=r"'layers' is a ModuleList, which has no forward.*'layers\.\*'"):
+            features(model, *patterns)
     with features(model, "**") as f:
         assert repr(f) == "Features(outputs of layers.0: 0)"
 

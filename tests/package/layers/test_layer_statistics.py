@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import math
 import pickle
 import threading
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import NESTED, Constant, Returns, Twice, mlp, same_state, state_of
+from models import Constant, Result, Returns, Twice, mlp
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -74,12 +73,6 @@ def test_whole_numbers_and_truth_values_are_counted_too(dtype, number):
     assert_exact(statistics_of(tensors, bins=2), tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_integers_beside_floats_are_counted_exactly(dtype):
-    tensors = [torch.randn(64).to(dtype), torch.tensor([16_777_217, 100_001])]
-    assert_exact(statistics_of(tensors), tensors)
-
-
 @pytest.mark.parametrize("offset", [1e3, 1e6, -1e8])
 def test_a_large_mean_does_not_drown_a_small_spread(offset):
     torch.manual_seed(0)
@@ -101,11 +94,6 @@ def test_a_constant_layer_has_no_spread_at_all():
     assert statistics_of([torch.full((50_000,), 0.1)] * 3).std == 0
 
 
-def test_the_spread_of_numbers_whose_squares_overflow():
-    numbers = torch.tensor([1e160, 1e160 + 1e150], dtype=torch.float64)
-    assert statistics_of([numbers]).std == pytest.approx(numbers.std().item(), rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_of_few_and_of_many_numbers_in_turn_do_not_disturb_each_other(dtype):
     torch.manual_seed(0)
@@ -116,10 +104,8 @@ def test_tensors_of_few_and_of_many_numbers_in_turn_do_not_disturb_each_other(dt
 
 SIGNS = {
     "below 0": (-0.25, -1.0, -3.0),
-    "on both sides, with zeros": (-2.0, 0.0, 3.0),
     "after ReLU": (0.0, 0.5, 3.0),
     "zeros of both signs": (0.0, -0.0),
-    "below a negative zero": (-0.0, -0.5, -2.0),
     "hardly above 0": (1e-38, 1e-45, 0.0),
 }
 
@@ -140,24 +126,12 @@ def seen_otherwise(kind, tensor):
         return tensor.view(2, 4, -1, 2).contiguous(memory_format=torch.channels_last)
     if kind == "every second":
         return torch.stack([tensor, tensor + 100], 1)[:, 0]
-    if kind == "half of a complex one":
-        return torch.complex(torch.zeros(()), -tensor).conj().imag
-    if kind == "in the middle":
-        return torch.cat([torch.full((3,), -99.0), tensor, torch.full((5,), 99.0)])[3:-5]
-    if kind == "a parameter":
-        return nn.Parameter(tensor.clone())
     with torch.inference_mode():
         return tensor.clone()
 
 
 @pytest.mark.parametrize("size", [1600, 4 * CPU_PIECE + 16])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("transposed", "channels last", "every second", "half of a complex one"),
-        *("in the middle", "a parameter", "for inference"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["transposed", "channels last", "every second", "for inference"])
 def test_however_the_entries_lie_in_memory_they_are_counted(kind, size):
     torch.manual_seed(0)
     tensor = torch.randn(size)
@@ -354,54 +328,11 @@ def test_a_layer_called_twice_counts_twice_and_its_names_share_the_statistics():
     assert stats["again"] == stats["step"]
 
 
-def test_a_layer_that_a_function_calls_in_its_backward_is_not_counted():
-    class Adjoint(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return layer(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return layer(grad)
-
-    layer = nn.Linear(3, 3)
-    with layer_statistics(layer, "") as stats:
-        Adjoint.apply(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    assert stats[""].calls == 1
-
-
 def test_a_gradient_that_is_none_is_not_counted(model):
     with layer_statistics(model, "*", of="grad_output") as stats:
         x = model[0](torch.ones(2, 4))
         (Constant.apply(model[1](x)).sum() + x.sum()).backward()
     assert list(stats) == ["0"]
-
-
-def test_inference_mode_and_training_can_alternate(model):
-    x = torch.randn(3000, 4)
-    with layer_statistics(model, "0", bins=3) as stats:
-        with torch.inference_mode():
-            model(x)
-        model(x).sum().backward()
-        with torch.inference_mode():
-            model(x)
-    assert_exact(stats["0"], [model[0](x).detach()] * 3)
-
-
-def test_outputs_and_gradients_are_bit_equal_during_the_block(model):
-    x = torch.randn(3, 4)
-    plain = torch.autograd.grad(model(x).sum(), model.parameters())
-    with layer_statistics(model, "**", bins=4), layer_statistics(model, "**", of="grad_output"):
-        watched = torch.autograd.grad(model(x).sum(), model.parameters())
-    assert all(map(torch.equal, plain, watched))
-
-
-def test_after_the_block_the_model_is_as_before(model):
-    before, plain = state_of(model), pickle.dumps(model)
-    with no_leftovers(model), layer_statistics(model, "**"), layer_statistics(model, "**", of="grad_output"):
-        model(torch.ones(2, 4)).sum()
-    assert same_state(before, state_of(model))
-    assert pickle.dumps(model) == plain
 
 
 def test_a_backward_after_the_block_is_not_counted(model):
@@ -420,34 +351,6 @@ def test_a_forward_that_fails_leaves_the_statistics_and_no_hook(model):
     assert "4" not in stats
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["registered before", "registered inside"])
-@pytest.mark.parametrize("of", ["output", "grad_output"])
-def test_an_error_of_a_users_hook_arrives_as_it_is_and_the_next_step_is_counted(model, inside, of):
-    def broken(module, args, output):
-        raise error
-
-    error, x = ValueError("from a hook of the user's"), torch.linspace(-1, 1, 8).view(2, 4)
-    counted = [] if of == "grad_output" else ["0", "1"] if inside else ["0"]  # there is no backward
-    expected = {}
-    for index in range(3):
-        output = model[: index + 1](2 * x)
-        once = [output] if of == "output" else torch.autograd.grad(model[index + 1 :](output).sum(), output)
-        expected[str(index)] = [model[: index + 1](x)] * (str(index) in counted) + [*once]
-    handle = None if inside else model[1].register_forward_hook(broken)
-    with layer_statistics(model, *expected, of=of) as stats:
-        handle = handle or model[1].register_forward_hook(broken)
-        with pytest.raises(ValueError, match="from a hook of the user's") as raised:
-            model(x)
-        assert raised.value is error
-        assert not hasattr(error, "__notes__")
-        assert list(stats) == counted
-        handle.remove()
-        model(2 * x).sum().backward()
-    for name, tensors in expected.items():
-        assert_exact(stats[name], tensors)
-    assert hooks_on(model) == []
-
-
 # ---- checkpoints ----
 
 
@@ -460,32 +363,13 @@ def test_recomputation_under_checkpointing_is_not_counted(reentrant, of):
     assert [found.calls for found in stats.values()] == [1, 1, 1]
 
 
-class PassesOn(nn.Module):
-    """Its first layer returns what it is given, also where that comes by keyword."""
-
-    def __init__(self, by_keyword):
-        super().__init__()
-        self.same, self.linear, self.by_keyword = nn.Identity(), nn.Linear(3, 3), by_keyword
-
-    def forward(self, x):
-        return self.linear(self.same(input=x) if self.by_keyword else self.same(x)).tanh()
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("by_keyword", [False, True])
-def test_a_layer_that_returns_its_input_counts_once_under_a_checkpoint(reentrant, nested, by_keyword):
-    inner, x = PassesOn(by_keyword), torch.ones(2, 3, requires_grad=True)
-    with layer_statistics(inner, "same", of="grad_output") as plain:
-        inner(x * 2).sum().backward()
-
-    def block(x):
-        return checkpoint(inner, x, use_reentrant=reentrant) if nested else inner(x)
-
-    with layer_statistics(inner, "same", of="grad_output") as stats:
-        checkpoint(block, x * 2, use_reentrant=reentrant).sum().backward()
-    assert (stats["same"].calls, stats["same"].count) == (plain["same"].calls, plain["same"].count) == (1, 6)
-    assert stats["same"].mean == pytest.approx(plain["same"].mean)
+def test_a_layer_that_returns_its_input_counts_once_under_a_checkpoint(reentrant):
+    block, x = nn.Sequential(nn.Identity(), nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    with layer_statistics(block, "0", of="grad_output") as stats:
+        checkpoint(block, x * 2 / 2, use_reentrant=reentrant).sum().backward()
+    assert_exact(stats["0"], [expected])
 
 
 def test_a_selective_checkpoint_does_not_take_what_is_counted_for_its_own():
@@ -566,23 +450,6 @@ def test_a_copy_holds_what_was_counted_so_far(model, copied):
     assert twin.table() != stats.table()
 
 
-@pytest.mark.parametrize("of", ["output", "grad_output"])
-def test_a_copied_or_saved_model_is_not_watched(model, of):
-    with layer_statistics(model, "**", of=of) as stats:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twins = [
-            copy.deepcopy(model),
-            pickle.loads(pickle.dumps(model)),
-            torch.load(file, weights_only=False),
-        ]
-        for twin in twins:
-            twin(torch.ones(2, 4)).sum().backward()
-            assert torch.equal(twin[0].weight, model[0].weight)
-    assert len(stats) == 0
-
-
 def test_threads_lose_no_count(model):
     tensors = [torch.randn(STAGED // 2 + 3000 * number) for number in range(4)]
 
@@ -602,12 +469,6 @@ def test_threads_lose_no_count(model):
 
 
 # ---- what it says ----
-
-
-def test_many_layers_have_a_short_repr():
-    stats = layer_statistics(nn.Sequential(*[nn.ReLU() for _ in range(200)]), "**")
-    assert repr(stats).endswith("11: 0, … and 188 more layers)")
-    assert len(repr(stats)) < 200
 
 
 def test_a_notebook_shows_a_table_and_pandas_gets_the_numbers(model):
@@ -649,24 +510,10 @@ def test_batched_gradients_are_refused_by_pytorch(model):
 
 
 def test_nested_outputs_count_every_tensor():
-    for name in ("tuple", "list", "dict", "named", "dataclass", "torch.max"):
-        layer, x, flat = Returns(NESTED[name][0]), torch.arange(6.0).reshape(2, 3), []
-        _collect(layer(x), flat)
-        with layer_statistics(layer, "") as stats:
-            layer(x)
-        assert_exact(stats[""], flat)
-
-
-def _collect(value, flat):
-    if isinstance(value, torch.Tensor):
-        flat.append(value)
-    elif isinstance(value, dict):
-        _collect(list(value.values()), flat)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _collect(item, flat)
-    elif hasattr(value, "__dataclass_fields__"):
-        _collect(list(vars(value).values()), flat)
+    layer, x = Returns(lambda x: {"a": x * 2, "b": (x + 1, [Result(x - 3, [x])])}), torch.arange(6.0)
+    with layer_statistics(layer, "") as stats:
+        layer(x)
+    assert_exact(stats[""], [x * 2, x + 1, x - 3, x])
 
 
 # ---- the table, and what is refused ----
@@ -675,6 +522,8 @@ def _collect(value, flat):
 def test_it_is_a_mapping_of_the_layers_that_were_called(model):
     with layer_statistics(model, "0", "2") as stats:
         assert (len(stats), list(stats), "0" in stats) == (0, [], False)
+        with pytest.raises(KeyError, match="no output of '0' yet; run the model inside the block"):
+            stats["0"]
         model[0](torch.ones(4))
         assert (len(stats), list(stats)) == (1, ["0"])
         assert [name in stats for name in ("0", "2", "1")] == [True, False, False]
@@ -682,6 +531,8 @@ def test_it_is_a_mapping_of_the_layers_that_were_called(model):
         assert repr(stats) == "LayerStatistics(calls of 0: 1, 2: 0)"
         with pytest.raises(KeyError, match="'weight' was not asked for; asked for: '0', '2'"):
             stats["weight"]
+    many = layer_statistics(nn.Sequential(*[nn.ReLU() for _ in range(200)]), "**")
+    assert repr(many).endswith("10: 0, 11: 0, … and 188 more layers)")
 
 
 def test_the_table_has_a_line_for_each_layer_also_for_one_that_was_never_called():
@@ -702,12 +553,11 @@ def test_the_table_has_a_line_for_each_layer_also_for_one_that_was_never_called(
     [
         ({"bins": -1}, ValueError, r"layer_statistics\(bins=-1\): expected 0 or more"),
         ({"bins": 2.5}, TypeError, r"layer_statistics\(bins=...\): expected a whole number, found float"),
-        ({"range": (1, 1)}, ValueError, r"range=\(1, 1\)\): this range is empty"),
         ({"range": (5, -5)}, ValueError, r"range=\(5, -5\)\): this range is empty"),
         ({"range": (0, math.inf)}, ValueError, "not finite"),
-        ({"range": 10}, TypeError, r"range=10\): expected two numbers"),
         ({"range": (torch.tensor(0.0), 1)}, TypeError, "found Tensor; give a plain number: .item()"),
         ({"range": ("a", 1)}, TypeError, "expected a number, found str"),
+        ({"range": 10}, TypeError, r"range=10\): expected two numbers"),
         ({"of": "grad_input"}, ValueError, r"of='grad_input'\): expected 'output' or 'grad_output'"),
     ],
 )
@@ -715,15 +565,6 @@ def test_bad_options_are_refused_and_no_hook_stays(model, options, error, words)
     with pytest.raises(error, match=words):
         layer_statistics(model, "0", **options)
     assert hooks_on(model) == []
-
-
-def test_reading_before_the_forward_and_an_unknown_name_are_refused(model):
-    with layer_statistics(model, "0", "1") as stats:
-        with pytest.raises(KeyError, match="no output of '0' yet; run the model inside the block"):
-            stats["0"]
-        with pytest.raises(KeyError, match="'3' was not asked for; asked for: '0', '1'"):
-            stats["3"]
-        assert repr(stats) == "LayerStatistics(calls of 0: 0, 1: 0)"
 
 
 def test_a_view_that_is_edited_in_place_has_no_gradient_and_the_error_says_why():

@@ -142,7 +142,9 @@ def test_a_module_inside_itself_is_refused_in_words():
     parent, child = nn.Sequential(nn.Linear(1, 1)), nn.ReLU()
     parent.append(child)
     child.parent = parent
-    with pytest.raises(RecursionError, match=r"this model has a .* inside itself: 1\.parent\.1\.parent"):
+    with pytest.raises(
+        RecursionError, match=r"this model has a .* inside itself; keep a reference to a parent in a list"
+    ):
         select(parent, "*")
     with pytest.raises(RecursionError, match=r"this model has a .* inside itself"):
         hooklab.verbose(parent)

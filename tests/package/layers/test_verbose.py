@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import NESTED, Returns, Twice, Unhookable, mlp, same_state, state_of
+from models import NESTED, Returns, Twice, Unhookable, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,13 +156,6 @@ def test_a_failure_in_the_forward_of_the_model_itself_names_the_model():
     assert len(lines) == 2
 
 
-def test_a_layer_that_fails_on_several_inputs_shows_each():
-    model, lines = nn.Bilinear(2, 2, 2), []
-    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
-        model(torch.ones(1, 2), torch.ones(1, 3))
-    assert lines[-1].startswith("Bilinear  Bilinear  failed on ([1, 2], [1, 3]): RuntimeError")
-
-
 def test_a_call_with_wrong_arguments_shows_what_was_given():
     model, lines = nn.Sequential(nn.Linear(2, 2)), []
     with pytest.raises(TypeError), verbose(model, write=lines.append):
@@ -226,30 +219,16 @@ def test_an_error_is_not_kept_after_its_forward(model):
         assert gone() is None
 
 
-def test_a_forward_interrupted_from_the_keyboard_does_not_spoil_the_next(model):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    lines = []
-    with verbose(model, write=lines.append):
-        with model[2].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-            model(torch.ones(2, 4))
-        lines.clear()
-        model(torch.ones(2, 4))
-    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
-
-
 def test_nested_blocks_each_write_the_failure(model):
     model[2], inner, outer = nn.Linear(7, 3), [], []
     with (
-        pytest.raises(RuntimeError) as caught,
+        pytest.raises(RuntimeError),
         verbose(model, write=outer.append),
         verbose(model, write=inner.append),
     ):
         model(torch.ones(2, 4))
     assert inner == outer
     assert inner[-1].startswith("2  Linear  failed on [2, 3]: RuntimeError")
-    assert type(pickle.loads(pickle.dumps(caught.value))) is RuntimeError
 
 
 def test_a_forward_that_was_stopped_early_has_not_failed(model):
@@ -294,26 +273,6 @@ def test_recomputation_under_checkpointing_is_not_written():
         assert [line.split("  ")[0] for line in lines] == ["block.0", "block.1", "block.2", "block"]
 
 
-def test_recomputation_inside_a_call_of_the_same_layer_is_not_written():
-    class Slope(nn.Module):
-        def forward(self, x, inner=False):
-            if inner:
-                return x.sin()
-            (slope,) = torch.autograd.grad(checkpoint(self, x, True, use_reentrant=False).sum(), x)
-            return slope
-
-    lines = lines_of(nn.Sequential(Slope()), torch.ones(2, requires_grad=True))
-    assert lines == ["0  Slope  [2]", "0 #2  Slope  [2]"]
-
-
-def test_after_the_block_the_model_is_as_before(model):
-    before, plain = state_of(model), pickle.dumps(model)
-    lines_of(model, torch.ones(2, 4), depth=3)
-    assert same_state(before, state_of(model))
-    assert pickle.dumps(model) == plain
-    assert hooks_on(copy.deepcopy(model)) == []
-
-
 # ---- told once ----
 
 
@@ -329,19 +288,6 @@ def test_a_failure_told_in_other_words_has_one_line(model):
         model(torch.ones(2, 5))
     (line,) = lines
     assert line.startswith("1.1  Linear  failed on [2, 5]: RuntimeError")
-
-
-def test_what_fails_while_a_failure_is_handled_has_its_own_line(model):
-    def tries_another(x):
-        try:
-            return model[1](x)
-        except RuntimeError:
-            return model[0](x)
-
-    model[1][1], model.forward, lines = nn.Linear(7, 3), tries_another, []
-    with pytest.raises(RuntimeError), verbose(model, write=lines.append):
-        model(torch.ones(2, 5))
-    assert [line.split()[0] for line in lines] == ["1.1", "0"]
 
 
 def test_a_layer_that_is_tried_again_after_its_failure_has_both_lines(model):
