@@ -1,7 +1,7 @@
 """The outputs of chosen layers: the hook that keeps them, and the mapping in which they are read."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from difflib import get_close_matches
 from sys import _getframe as this_frame
 from threading import get_ident
@@ -111,12 +111,14 @@ class Features(Installed, Mapping[str, Any]):
     @eager
     def _note(self, name: str, calls: list, module: nn.Module, args: tuple, output: Any) -> None:
         """Keep one output. What a checkpoint recomputes is not kept, but `keep` draws its random numbers again."""
-        again = recomputing(self._task)
-        if self._stopped or (again and self._detaches):
+        if self._stopped:
+            return
+        if recomputing(self._task):
+            with suppress(Exception):  # the output has a graph now, which `.numpy()` refuses
+                if not self._detaches:
+                    self._kept(name, output)
             return
         kept = self._kept(name, output)
-        if again:
-            return
         self._refuse_a_second_thread()
         if self._call is None:  # the layer is called by itself
             calls.clear()

@@ -465,7 +465,9 @@ def test_a_trace_shows_its_counts_and_a_table():
         assert repr(traced) == "Trace(no event yet)"
         (x * 1).backward()
     assert repr(traced) == f"Trace({len(traced.events)} events in backward)"
-    assert "<td>backward</td><td>tensor hook</td><td>x</td><td>(1,)</td>" in traced._repr_html_()
+    assert "<td>backward</td><td>tensor hook</td><td>x</td><td>(1,)</td>" in traced._repr_html_().replace(
+        ' style="text-align: left"', ""
+    )
     assert list(traced.to_dataframe()["kind"]) == kinds(traced.events)
 
 

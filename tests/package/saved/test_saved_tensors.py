@@ -727,7 +727,7 @@ def test_in_a_notebook_it_is_its_table_and_for_pandas_a_row_for_each_module():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     with saved_tensors(model) as saved:
         model(torch.ones(3, 4))
-    html = saved._repr_html_()
+    html = saved._repr_html_().replace(' style="text-align: left"', "")
     assert html.count("<tr>") == 4  # names of the columns, two modules, total
     assert "<td>total</td>" in html
     frame = saved.to_dataframe()
