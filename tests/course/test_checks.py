@@ -1685,6 +1685,7 @@ RUN_BACKWARD = {"13.C"}
 
 
 # Of a model that a damage has frozen.
+@pytest.mark.long  # five damages for each exercise
 @pytest.mark.filterwarnings("ignore:(Offload|saved_tensors). nothing of the model was saved")
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)

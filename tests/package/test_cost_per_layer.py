@@ -12,6 +12,7 @@ from torch import nn
 import hooklab
 from hooklab import features, layer_statistics, verbose, with_grad
 
+pytestmark = pytest.mark.long  # `make test-long`
 PACKAGE = str(Path(hooklab.__file__).parent)
 
 

@@ -62,6 +62,7 @@ NAMES = [
 OF_MODULES_AND_TENSORS = {"_backward_hooks", "_call_impl", "_compiled_call_impl"}
 
 
+@pytest.mark.long  # a process for each name
 @pytest.mark.parametrize(("owner", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_hooklab_is_imported_and_works_without(owner, name):
     code = USE.format(owner=owner, name=name)
