@@ -4,7 +4,6 @@ The tables in which PyTorch keeps hooks are private to it; they are listed here,
 """
 
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from hooklab._support import refuse
-from hooklab._support.notebook_cell import in_cell
+from hooklab._support.notebook_cell import in_cell, running_shell
 from hooklab._support.table import Tabular
 from hooklab._support.torch_private import outer_hooks
 
@@ -60,7 +59,7 @@ GLOBAL_OPTIMIZER: Tables = {
     "_global_optimizer_pre_hooks": "optimizer step pre-hook",
     "_global_optimizer_post_hooks": "optimizer step post-hook",
 }
-# Beside some of them stands a table with the numbers of the hooks that have an option.
+# Beside some of these tables PyTorch keeps another one, of the hooks that were registered with an option.
 OPTIONS = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
 
 
@@ -189,7 +188,7 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         if left := _new(model, before):
-            # Without this frame, which leads back to the error: it would stay until the collector comes.
+            # This frame is left out: it leads back to the error, a cycle that lives until the garbage collector runs.
             raise HookLeak(left) from error.with_traceback(getattr(error.__traceback__, "tb_next", None))
         raise
     if left := _new(model, before):
@@ -260,6 +259,5 @@ def _unwrapped(function: Any) -> Any:
 
 def _short(file: str) -> str:
     """The name of a file; a cell of a notebook has none that is the same in every run."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
+    shell = running_shell()
     return "notebook cell" if shell is not None and in_cell(shell, file) else Path(file).name

@@ -113,7 +113,7 @@ def watch(*unnamed: object, **tensors: Tensor) -> Watch:
 
 
 def _hook(change: Callable[[Tensor], Tensor | None]) -> Hook:
-    """A hook of `change`, which says so where it was hung on a module or a Node."""
+    """`change` as a tensor hook, with an error that says so where it is registered on a module or a Node."""
 
     @unserializable_hook
     @eager
@@ -180,7 +180,7 @@ def clip(min: float | None = None, max: float | None = None) -> Hook:
     """A hook that moves every entry of the gradient into [min, max].
 
     Args:
-        min, max: the lower and the upper bound, None for none. For ±1 write `clip(-1, 1)`.
+        min, max: the lower and the upper bound, None for no bound. For ±1 write `clip(-1, 1)`.
 
     Returns:
         A function for `Tensor.register_hook`. It returns a new tensor, as `torch.clamp` does: NaN stays NaN.
@@ -240,10 +240,10 @@ class ClipGradients(Installed):
 
 @_bounds_named
 def clip_gradients(model: nn.Module, min: float | None = None, max: float | None = None) -> ClipGradients:
-    """Move every entry of every parameter's gradient into [min, max], in every backward.
+    """Move every entry of every parameter's gradient into [min, max], in every backward pass.
 
-    Each parameter that requires a gradient now gets a tensor hook. It clips what one backward brings, before that is
-    added to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum afterwards. Under a `GradScaler` the gradient
+    Each parameter that requires a gradient now gets a tensor hook. It clips what one pass brings, before that is added
+    to `.grad`; `torch.nn.utils.clip_grad_value_` clips the sum afterwards. Under a `GradScaler` the gradient
     is still scaled here: use `clip_grad_value_` after `unscale_`.
 
     Args:
@@ -279,8 +279,7 @@ def clip_gradients(model: nn.Module, min: float | None = None, max: float | None
         )
     for name, param in params.items():
         refuse.lazy("clip_gradients", name, param)
-    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    if classes & {"FSDPModule", "FullyShardedDataParallel"}:
+    if refuse.is_sharded(model):
         raise ValueError(
             f"clip_gradients: the parameters of {kind} are sharded (FSDP), and hooks on them "
             "never fire; call torch.nn.utils.clip_grad_value_ after backward"

@@ -21,9 +21,9 @@ from hooklab._support.events import PHASES, Event, Forward, Retained, line, phas
 from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import first_shape, tensors_in
 from hooklab._support.nodes import behind, gradient_node, node_name
-from hooklab._support.packing import hold, installed, outer_hooks, unhold
+from hooklab._support.packing import hold, installed, unhold
 from hooklab._support.table import Tabular
-from hooklab._support.torch_private import NO_BACKWARD, eager, graph_task
+from hooklab._support.torch_private import NO_BACKWARD, eager, graph_task, outer_hooks
 
 __all__ = ["Event", "Trace", "trace"]
 
@@ -39,19 +39,19 @@ class Trace(Tabular, Installed):
 
     def __init__(self, model: nn.Module | None, tensors: dict[str, Tensor]):
         super().__init__("trace")
-        # Each event with the number of its backward, and of the forward that made its Node.
+        # Each event with the number of its backward pass, and of the forward that made its Node.
         self._recorded: list[tuple[Event, tuple[int, int]]] = []
         self._entered = self._sees_new_nodes = False
         self._contexts = ExitStack()
         self._stack: list[Forward] = []
-        self._nodes: dict[tuple[int, int], Event] = {}  # the Node that runs, by thread and number of the backward
+        self._nodes: dict[tuple[int, int], Event] = {}  # the Node that runs, by thread and backward pass
         self._mark = object()  # in the metadata of every Node that has our hooks
         self._held: list[graph.Node] = []
-        self._forwards = 0  # that have begun
-        self._calls: Counter[str] = Counter()  # of each module, in this forward
-        self._places: dict[str, tuple[str, ...]] = {}  # of modules, in this forward: what they were called in
-        self._owners: dict[str, str] = {}  # of parameters: the modules
-        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by id(), which is used again once it is free
+        self._forwards = 0  # how many have begun
+        self._calls: Counter[str] = Counter()  # calls of each module in this forward
+        self._places: dict[str, tuple[str, ...]] = {}  # module -> the modules around its first call in this forward
+        self._owners: dict[str, str] = {}  # parameter -> its module
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by id, which another tensor may have later
         self._retained = Retained(tensors)
         with self._all_or_none():
             if model is not None:
@@ -119,7 +119,6 @@ class Trace(Tabular, Installed):
         self._stack.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was recorded can be copied and pickled, as a part of a model perhaps; hooks stay where they are."""
         left = {"_contexts": ExitStack(), "_retained": Retained({}), "_held": [], "_stack": [], "_names": {}}
         return super().__getstate__() | left | {"_recorded": list(self._recorded)}
 
@@ -234,7 +233,7 @@ class Trace(Tabular, Installed):
 
         def unpack(packed: Any) -> Tensor:
             tensor = outer_unpack(packed)
-            if graph_task() != NO_BACKWARD:  # somebody reads a `_saved_*` attribute otherwise
+            if graph_task() != NO_BACKWARD:  # outside backward somebody has read a `_saved_*` attribute
                 self._record("unpack", self._node().where, first_shape(tensor))
             return tensor
 
@@ -247,7 +246,7 @@ class Trace(Tabular, Installed):
             return
         run = self._recorded[-1][1][0] if self._recorded else NO_BACKWARD
         arrived = list(self._retained.arrived())
-        if run != NO_BACKWARD:  # they arrived since the latest event: in backward, if that was in backward
+        if run != NO_BACKWARD:  # they arrived in backward if the latest event was there
             self._recorded += [(event, (run, 0)) for event in arrived]
         if inside is None:
             inside = self._node().inside if kind in ("post-accumulate-grad hook", "unpack") else self._inside()
@@ -261,7 +260,7 @@ class Trace(Tabular, Installed):
         return name if reference is not None and reference() is tensor else ""
 
     def _node(self) -> Event:
-        """The Node that is about to run or running: its pre-hook."""
+        """The event of the Node that is running."""
         return self._nodes.get(_here()) or Event("", "", "backward")
 
     def _inside(self) -> tuple[str, ...]:

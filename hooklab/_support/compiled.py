@@ -11,7 +11,7 @@ __all__ = ["refuse_compiling", "warn_if_compiled"]
 
 
 def warn_if_compiled(function: str, model: nn.Module, stacklevel: int) -> None:
-    """Say aloud that a compiled model may ignore hooks which are installed now."""
+    """Warn that a compiled model may ignore the hooks that are installed now."""
     if any(map(is_compiled, model.modules())):
         warnings.warn(
             f"{function}: this model is compiled; once it has run, hooks installed after compiling are ignored, "
@@ -22,7 +22,7 @@ def warn_if_compiled(function: str, model: nn.Module, stacklevel: int) -> None:
 
 
 def refuse_compiling(what: str) -> None:
-    """Inside a compiled function there is no Python to run; torch.compile goes on without compiling it then."""
+    """Raise inside a function that is being compiled; torch.compile then runs that function uncompiled."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what} cannot be opened inside torch.compile or torch.export; open it around the call of the compiled model"

@@ -41,11 +41,11 @@ class Forward(NamedTuple):
     label: str  # the name of the module, for the model itself that of its class
     where: str  # the same with `#2` for a second call
     error: int  # the id of the exception that was being handled when it began
-    task: int  # the number of the backward that it runs in
+    task: int  # the number of the backward pass that it runs in
 
 
 def phase_of(kind: str, task: int, stack: list[Forward]) -> str:
-    """The phase of an event that happens in the backward `task`, while the forwards of `stack` run."""
+    """The phase of an event in the backward pass `task`, while the forwards of `stack` run."""
     if kind.startswith("optimizer"):
         return "step"
     if kind.startswith("forward"):
@@ -82,7 +82,7 @@ class Retained:
 
 
 def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
-    """Another one whenever backward sets `.grad` or adds to it: retain_grad edits nothing in place."""
+    """The present `.grad`. retain_grad replaces it and edits nothing in place, so a new object is a new gradient."""
     grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
     return None if grad is None else weakref.ref(grad)  # an id may be used again
 
@@ -90,10 +90,10 @@ def _grad(tensor: Tensor) -> weakref.ref[Tensor] | None:
 def with_module_backward(recorded: list[tuple[Event, tuple[int, int]]]) -> list[Event]:
     """The events, with the begin and the end of each module's backward put in: around the Nodes of its forward.
 
-    `recorded` holds each event with the number of its backward, and of the forward that made its Node.
+    `recorded` holds each event with its run: the number of the backward pass, and of the forward that made the Node.
     """
-    spans: dict[tuple[str, tuple[int, int]], list[int]] = {}  # of a module in a run: where it begins and ends
-    latest: dict[tuple[str, int], tuple[int, int]] = {}  # of a module in a backward: what ran last
+    spans: dict[tuple[str, tuple[int, int]], list[int]] = {}  # (module, run) -> first and last position
+    latest: dict[tuple[str, int], tuple[int, int]] = {}  # (module, backward pass) -> its last run
     for position, (event, made) in enumerate(recorded):
         if event.kind in ("Node pre-hook", "Node hook"):
             # Forwards share a leaf's Node, while an earlier graph is alive.

@@ -30,7 +30,7 @@ class Installed:
     def __init__(self, what: str) -> None:
         self._handles: list[Any] = []
         self._what = what
-        self._task = graph_task()  # the backward in whose hook this was made
+        self._task = graph_task()  # the backward pass in whose hook this was made
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

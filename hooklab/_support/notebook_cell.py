@@ -1,11 +1,18 @@
 """What lies in a cell of a notebook."""
 
 import linecache
+import sys
 from typing import Any
 
-__all__ = ["in_cell"]
+__all__ = ["in_cell", "running_shell"]
 
 TIMED = "<timed exec>", "<timed eval>", "<magic-timeit>"  # by %%time, %time and %timeit
+
+
+def running_shell() -> Any:
+    """The IPython that runs this cell, or None."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
 
 
 def in_cell(shell: Any, file: str) -> bool:

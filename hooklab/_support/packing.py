@@ -17,8 +17,8 @@ __all__ += ["version_probe", "warn_of_nothing"]
 def hold(tensor: Tensor) -> tuple[Tensor, int]:
     """What a pack hook may keep of `tensor`, with its version.
 
-    The tensor itself, kept by the Node that made it, is a cycle that is never freed: `detach()` breaks it and
-    still shares memory and version counter.
+    A Node that keeps its own output is a cycle that is never freed. `detach()` breaks it, and still shares memory
+    and version counter.
     """
     return tensor.detach(), tensor._version
 
@@ -44,7 +44,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def refuse_edited(what: str, found: int, expected: int) -> None:
-    """In autograd's own words."""
+    """Raise what autograd raises for a saved tensor that was edited."""
     edited = "one of the variables needed for gradient computation has been modified by an inplace operation"
     raise RuntimeError(f"{edited}: [{what}] is at version {found}; expected version {expected} instead")
 
@@ -56,13 +56,13 @@ def installed(pack: Callable, unpack: Callable) -> graph.saved_tensors_hooks:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """What a hook computes in it is invisible to a checkpoint, which counts what its two forwards save and call."""
+    """A block for what hooks compute: a checkpoint, which compares what its two forwards save, sees nothing of it."""
     with installed(hold, unhold), without_modes():
         yield
 
 
 def warn_of_nothing(what: str) -> None:
-    """At the end of a block in which nothing of the model was saved, though something should have been."""
+    """Warn at the end of a block that nothing of the model was saved in it, unless gradients are off."""
     if torch.is_grad_enabled():
         why = "was it called there, in this thread, with grad on?"
         other = "Another such context (Offload, save_on_cpu), opened inside, takes what is saved in it."
@@ -70,7 +70,7 @@ def warn_of_nothing(what: str) -> None:
 
 
 def version_probe(tensor: Tensor) -> Tensor:
-    """A tensor without memory that shares the version counter of `tensor`: its content may go, edits are still seen."""
+    """A tensor without memory that shares the version counter of `tensor`, and so still tells of edits."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 from torch import Tensor, nn
 
-__all__ = ["bounds", "count", "interval", "lazy", "listed", "no_choice", "no_module"]
+__all__ = ["bounds", "count", "interval", "is_sharded", "lazy", "listed", "no_choice", "no_module"]
 __all__ += ["not_callable", "number", "unhookable", "why_silent"]
 
 
@@ -15,21 +15,18 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) if name else "'' (the model itself)" for name in names)
 
 
-def why_silent(modules: Iterable[nn.Module], of: str = "output") -> str:
-    """Why hooks on these may not have fired, though the model has run; `of` is "output" or "grad_output"."""
-    modules = list(modules)
+def why_silent(modules: Iterable[nn.Module]) -> str:
+    """Why hooks on these may not have fired, though the model has run."""
     own = [type(module).__name__ for module in modules if type(module).__call__ is not nn.Module.__call__]
     if own:
         return f"({own[0]} has a __call__ of its own: where that calls forward directly, no hook fires)"
-    if of == "output":
-        return "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
-    params = [param for module in modules for param in module.parameters()]
-    if params and not any(param.requires_grad for param in params):
-        return (
-            "(its parameters are frozen, requires_grad=False: unfreeze one, or give the model an input that "
-            "requires a gradient: x.requires_grad_())"
-        )
-    return "(none arrives where the model ran under torch.no_grad(), nothing requires a gradient, or it is compiled)"
+    return "(a compiled model may ignore hooks: compile it inside the block, after torch.compiler.reset())"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True for a model of FSDP, known by the names of its classes."""
+    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
 
 
 def lazy(function: str, name: str, tensor: Tensor) -> None:

@@ -14,39 +14,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "NO_BACKWARD",
-    "cached_parametrizations",
-    "eager",
-    "graph_task",
-    "hook_ids",
-    "in_transform",
-    "is_checkpoint_hook",
-    "is_compiled",
-    "is_fake",
-    "outer_hooks",
-    "recomputing",
-    "running_calls",
-    "saves_something",
-    "saving_node",
-    "uncompiled",
-    "without_modes",
-]
-
 NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 
 
-def _task_unknown() -> int:
-    """Without PyTorch's number: recomputations under a checkpoint are counted like forwards."""
-    return NO_BACKWARD
-
-
-# The number of the backward that is running in this thread. A forward that runs there is a recomputation.
-graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _task_unknown)
+# The number of the backward pass that is running in this thread. A forward that runs there is a recomputation; where
+# PyTorch cannot say, recomputations under a checkpoint are counted like forwards.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
 
 
 def recomputing(own: int = NO_BACKWARD) -> bool:
-    """True inside a backward, where a checkpoint recomputes; `own` is the backward in whose hook a block was opened."""
+    """True while backward runs, where a checkpoint recomputes, but for the pass `own`, in whose hook a block was opened."""
     return graph_task() not in (NO_BACKWARD, own)
 
 

@@ -2,12 +2,12 @@
 
 import os
 import re
-import sys
 import warnings
 from typing import Any
 
 import torch
 
+from hooklab._support.notebook_cell import running_shell
 from hooklab.course.environment import old_torch
 from hooklab.course.errors import show_own_lines
 
@@ -30,7 +30,7 @@ def start() -> None:
     torch.set_printoptions(precision=4, sci_mode=False, linewidth=100)
     warnings.formatwarning = _one_line
     warnings.filterwarnings("default", module="__main__")  # once for each line of a cell
-    if (shell := _ipython()) is not None:
+    if (shell := running_shell()) is not None:
         _set_figures(shell)
         shell.set_custom_exc((Exception, KeyboardInterrupt), show_own_lines)
 
@@ -50,12 +50,6 @@ def _one_line(
     return f"{category.__name__}: {text}\n"
 
 
-def _ipython() -> Any:
-    """The IPython that runs this cell, or None."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython else None
-
-
 def _set_figures(shell: Any) -> None:
     # They are read when the first figure is drawn; matplotlib is not imported here.
     shell.config.InlineBackend.figure_formats = {"png"}
@@ -69,7 +63,7 @@ def _set_figures(shell: Any) -> None:
 
 
 def _describe_figures() -> None:
-    text = _ipython().display_formatter.formatters["text/plain"]
+    text = running_shell().display_formatter.formatters["text/plain"]
     text.for_type_by_name("matplotlib.figure", "Figure", _in_words)
 
 

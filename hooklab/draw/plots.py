@@ -1,17 +1,15 @@
-"""The pictures behind `draw.gradient_flow`, `draw.activations` and `draw.feature_maps`, as SVG."""
+"""The pictures behind `draw.gradient_flow`, `activations`, `feature_maps` and `memory`, as SVG, and their facts."""
 
-import io
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hooklab.draw.svg import drawing, shortened
+from hooklab.draw.svg import new_figure, shortened
 from hooklab.layers.streaming import Statistics, short
 from hooklab.saved.record import SavedTensors
 
@@ -70,7 +68,7 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
     from matplotlib.ticker import LogFormatter
 
     step = math.ceil(len(names) / MAX_LABELS)
-    with _figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
+    with new_figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
         axes = figure.subplots()
         for values, mark, colour, label in (
             (sizes, "o-", BLUE, "root mean square"), (largest, "|", ORANGE, "largest |entry|"),
@@ -141,7 +139,7 @@ def activations(stats: dict[str, Statistics]) -> str:
     names = list(stats)[:MAX_HEAT_MAPS]
     columns = min(COLUMNS, len(names))
     lines = math.ceil(len(names) / columns)
-    with _figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
+    with new_figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
         grid = figure.subplots(
             lines, columns, squeeze=False, sharey=len({layer.range for layer in stats.values()}) == 1
         )
@@ -202,16 +200,16 @@ def feature_maps(maps: Tensor) -> str:
     height, width = maps.shape[1:]
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
     canvas = torch.full((lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x), math.nan, device="cpu")
-    for index, finite in enumerate(maps):
-        known = finite[~finite.isnan()]
+    for index, values in enumerate(maps):
+        known = values[~values.isnan()]
         low, high = (known.min(), known.max()) if known.numel() else (0.0, 0.0)
         top, left = index // columns * (height + gap_y), index % columns * (width + gap_x)
-        canvas[top : top + height, left : left + width] = (finite - low) / (high - low) if high > low else finite * 0
+        canvas[top : top + height, left : left + width] = (values - low) / (high - low) if high > low else values * 0
     tall = canvas.shape[0] / canvas.shape[1]
     wide = max(0.5, min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall))
     # Square pixels, unless the picture would be a line.
     aspect = "equal" if 1 / 40 < tall < 40 else "auto"
-    with _figure(wide, min(6.0, max(0.5, wide * tall))) as (figure, out):
+    with new_figure(wide, min(6.0, max(0.5, wide * tall))) as (figure, out):
         axes = figure.subplots()
         axes.imshow(canvas.tolist(), cmap="viridis", interpolation="none", vmin=0, vmax=1, aspect=aspect)
         axes.set_axis_off()
@@ -238,7 +236,7 @@ def memory(saved: SavedTensors) -> str:
     unit, name = 2 ** (10 * power), ("bytes", "KiB", "MiB", "GiB")[power]
     held = [0.0, *(nbytes / unit for nbytes in saved.held)]
     top = max(held) * 1.18 or 1.0
-    with _figure(7.5, 3.0) as (figure, out):
+    with new_figure(7.5, 3.0) as (figure, out):
         axes = figure.subplots()
         bands = list(_bands(_parts([module for module, _ in saved.events])))
         shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]
@@ -277,18 +275,3 @@ def _bands(parts: list[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, 
         if end == len(parts) or parts[end] != parts[begin]:
             yield begin, end, parts[begin], shaded
             begin, shaded = end, not shaded
-
-
-@contextmanager
-def _figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
-    """A figure of this size in inches, and a list that holds its SVG afterwards: the same bytes each time."""
-    from matplotlib.figure import Figure
-
-    done: list[str] = []
-    with drawing():
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, done
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    done.append(text[text.index("<svg") :].strip())

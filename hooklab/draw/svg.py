@@ -1,31 +1,41 @@
 """How every picture of matplotlib is drawn here: the same bytes each time, names as they are."""
 
+import io
 import threading
 import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["LOCK", "drawing", "shortened", "width_of"]
+__all__ = ["LOCK", "new_figure", "shortened", "width_of"]
 
 # The settings of matplotlib, warnings, a module of torchviz and the recursion limit belong to all threads.
 LOCK = threading.RLock()
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Text stays text in the SVG: a `$` is no formula, and a browser has fonts for Chinese where matplotlib has none.
+def new_figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
+    """A figure of this size in inches, and a list that holds its SVG afterwards.
 
-    Settings of the user's, for pictures of another kind, are put aside.
+    Text stays text: a `$` is no formula, and a browser has fonts for Chinese where matplotlib has none. Settings of the
+    user's, for pictures of another kind, are put aside.
     """
     import matplotlib
+    from matplotlib.figure import Figure
 
     settings = {"svg.hashsalt": "hooklab", "svg.fonttype": "none", "text.parse_math": False, "font.size": 8}
     with LOCK, matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(settings)
         warnings.filterwarnings("ignore", "Glyph")
-        yield
+        figure = Figure(figsize=(width, height), layout="constrained")
+        done: list[str] = []
+        yield figure, done
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    done.append(text[text.index("<svg") :].strip())
 
 
 def shortened(name: str, width: int) -> str:

@@ -1,13 +1,12 @@
 """The picture behind `draw.timeline`: time goes right, a row for each module, tensor and optimizer."""
 
-import io
 import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from hooklab._support.events import Event
-from hooklab.draw.svg import drawing, shortened, width_of
+from hooklab.draw.svg import new_figure, shortened, width_of
 
 __all__ = ["facts", "svg"]
 
@@ -48,15 +47,12 @@ def facts(events: list[Event], lines: list[str]) -> str:
 
 def svg(events: list[Event]) -> str:
     """The timeline as SVG, the same bytes for the same events."""
-    from matplotlib.figure import Figure
-
     events = _placed(events)
     if len({_row(event, len(event.inside)) for event in events}) > MAX_ROWS:
         events = _folded(events)
     depth = _depth_that_fits(events)
     rows = {label: row for row, label in enumerate(dict.fromkeys(_row(event, depth) for event in events))}
-    with drawing():
-        figure = Figure(figsize=(9, 1.5 + 0.24 * len(rows)), layout="constrained")
+    with new_figure(9, 1.5 + 0.24 * len(rows)) as (figure, out):
         axes = figure.subplots()
         _phases(axes, events, len(rows))
         _spans(axes, events, rows, depth)
@@ -69,10 +65,7 @@ def svg(events: list[Event]) -> str:
         axes.set_xlabel("event, in the order in which they fired")
         axes.spines[["top", "right", "left"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=5, frameon=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :].strip()
+    return out[0]
 
 
 def _placed(events: list[Event]) -> list[Event]:

@@ -74,27 +74,27 @@ class Features(Installed, Mapping[str, Any]):
         self._model: nn.Module | None = model
         self._detaches = keep is Tensor.detach
         self._keep = keep
-        self._log: dict[str, list[tuple[Any, Any]]] = {}  # name -> of each call what was kept, and its versions
-        self._call: FrameType | None = None  # of the forward that is going on, in the thread `_thread`
+        self._log: dict[str, list[tuple[Any, Any]]] = {}  # name -> for each call, what was kept and its versions
+        self._call: FrameType | None = None  # the frame that called the forward that is going on, in `_thread`
         self._thread = 0
         self._has_run = self._stopped = False
         self._wanted: set[nn.Module] = set()  # what `run` still waits for
         root = uncompiled(model)
         self._silent = {name: refuse.why_silent([root, layer]) for name, layer in layers.items()}
         inside: dict[nn.Module, list[list]] = {}  # each module around wanted layers -> their parts of the log
-        own = self._handles.append
+        add = self._handles.append
         with self._all_or_none():
             for layer, names in groups(layers):
                 calls: list[tuple[Any, Any]] = []
-                own(layer.register_forward_hook(OwnHook(Features._note, self, names[0], calls)))
+                add(layer.register_forward_hook(OwnHook(Features._note, self, names[0], calls)))
                 for name in names:
                     self._log[name], around = calls, root
                     for part in name.split("."):
                         inside.setdefault(around, []).append(calls)
                         around = around.get_submodule(part)
             for module, within in inside.items():
-                own(module.register_forward_pre_hook(OwnHook(Features._begin, self, within)))
-                own(module.register_forward_hook(OwnHook(Features._end, self), always_call=True))
+                add(module.register_forward_pre_hook(OwnHook(Features._begin, self, within)))
+                add(module.register_forward_hook(OwnHook(Features._end, self), always_call=True))
 
     @eager
     def _begin(self, within: list[list], module: nn.Module, args: tuple) -> None:
@@ -163,17 +163,16 @@ class Features(Installed, Mapping[str, Any]):
                 "features.run: the hooks have been removed; call run inside the block, or make new features"
             )
         self._refuse_a_second_thread()
-        kinds = {kind.__name__ for module in self._model.modules() for kind in type(module).__mro__}
-        if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        if refuse.is_sharded(self._model):
             raise RuntimeError(
                 "features.run: this model is sharded, and a forward that stops early would leave its parameters "
                 "gathered; call the model itself instead"
             )
-        before, own = (self._call, self._task, self._wanted), len(self._handles)
+        before, lasting = (self._call, self._task, self._wanted), len(self._handles)
         self._wanted = {uncompiled(self._model).get_submodule(name) for name in self._log}
         self._call, self._task = None, graph_task()
         try:
-            # Hooks of this run alone are the last of their layers: whoever else listens there hears the output first.
+            # Registered now, these hooks are the last of their layers: all others see the output first.
             for layer in tuple(self._wanted):
                 self._handles.append(layer.register_forward_hook(OwnHook(Features._stop, self)))
             self._model(*args, **kwargs)
@@ -181,7 +180,7 @@ class Features(Installed, Mapping[str, Any]):
             if not self._stopped:
                 raise
         finally:
-            while len(self._handles) > own:
+            while len(self._handles) > lasting:
                 self._handles.pop().remove()
             self._stopped = False
             self._call, self._task, self._wanted = before
@@ -235,12 +234,15 @@ class Features(Installed, Mapping[str, Any]):
 
     def _checked(self, name: str, kept: Any, versions: Any) -> Any:
         """What was kept, unless it was edited in place or freed since."""
-        what = "has been overwritten in place since the layer returned it, by a later layer such as "
-        what += "ReLU(inplace=True) or by `+=`"
         if any(has_memory(tensor) and tensor.untyped_storage().nbytes() == 0 for tensor in tensors_in(kept)):
             what = "has no memory any more: it has been freed by what can recompute it, such as a reversible network"
         elif _is_unedited(kept, versions):
             return kept
+        else:
+            what = (
+                "has been overwritten in place since the layer returned it, by a later layer such as "
+                "ReLU(inplace=True) or by `+=`"
+            )
         cure = f"features(model, {name!r}, keep=lambda t: t.detach().clone())"
         if not self._detaches:
             cure = "let `keep` end in .clone(), or take keep=with_grad without copy=False"
@@ -248,7 +250,7 @@ class Features(Installed, Mapping[str, Any]):
 
     def remove(self) -> None:
         super().remove()
-        self._model = self._call = None  # they may go; what was kept stays
+        self._model = self._call = None  # so that they may be freed
 
     def __getstate__(self) -> dict[str, Any]:
         """What was kept, without the model. Its tensors have other versions, so it says which are unedited."""
@@ -259,23 +261,23 @@ class Features(Installed, Mapping[str, Any]):
 class Calls(Mapping[str, list[Any]]):
     """What `Features.calls` returns."""
 
-    def __init__(self, kept: Features):
-        self._kept = kept
+    def __init__(self, features: Features):
+        self._features = features
 
     def __getitem__(self, name: str) -> list[Any]:
-        return [self._kept._checked(name, *call) for call in self._kept._record(name)]
+        return [self._features._checked(name, *call) for call in self._features._record(name)]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kept
+        return name in self._features
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
+        return iter(self._features)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._features)
 
     def __repr__(self) -> str:
-        return f"Calls({self._kept!r})"
+        return f"Calls({self._features!r})"
 
 
 def _detached(tensor: Tensor) -> Tensor:

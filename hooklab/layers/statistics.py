@@ -50,13 +50,14 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
             for tensor in tensors_in(output):
                 tally.add(tensor)
 
-    # Also in a recomputation: only one of the two forwards of a checkpoint meets the gradient.
     @eager
     def _follow(self, names: list[str], arrived: Callable, module: nn.Module, args: tuple, output: Any) -> None:
-        """Hang a tensor hook on what a layer returns."""
+        """Hang a tensor hook on what a layer returns. A checkpoint runs it twice; a gradient arrives at one of the two."""
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and torch.is_grad_enabled()]
-        (self._frozen.difference_update if tensors else self._frozen.update)(names)
-        for tensor in (tensor for tensor in tensors if not _hung_already(arrived, tensor)):
+        self._frozen = self._frozen - set(names) if tensors else self._frozen | set(names)
+        for tensor in tensors:
+            if _hung_already(arrived, tensor):
+                continue
             handle = tensor.register_hook(arrived)
             if tensor.is_leaf:  # it outlives this forward, as a parameter does; the hook must not
                 self._handles[:] = [h for h in self._handles if h.hooks_dict_ref() is not None]

@@ -208,7 +208,7 @@ def _finite_summary(wide: Tensor, total: float) -> Tensor:
 
 
 def _merge(summaries: list[Tensor]) -> Tensor:
-    """Several summaries as one (Chan, Golub and LeVeque, 1979); no value is looked at."""
+    """Several summaries as one (Chan, Golub and LeVeque, 1979), without waiting for a GPU."""
     numbers, means, spreads, *counts, lows, highs = torch.stack(summaries).T
     number, off = numbers.sum(), means - means[0]  # equal means stay exactly equal
     step = (numbers * off).sum() / number.clamp(min=1)

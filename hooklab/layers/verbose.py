@@ -40,7 +40,7 @@ class Verbose(Installed):
         self._types = min(MAX_TYPE, max(len(type(module).__name__) for module in labels))
         with self._all_or_none():
             self._handles.append(root.register_forward_pre_hook(OwnHook(self._begin), prepend=True))
-            for module in {root: None, **labels}:  # the root always: it may fail between two layers
+            for module in {root: None, **labels}:  # the root always, since it may fail between two layers
                 hook = OwnHook(self._end, labels.get(module))
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
         _on.add(self)

@@ -44,7 +44,7 @@ class Packed:
 
     def content(self) -> Tensor:
         """The tensor as it was saved; RuntimeError if it was edited in place since."""
-        edits = 0 if self.again is None else self.again._version  # by a backward that was given this copy
+        edits = 0 if self.again is None else self.again._version  # by a backward pass that was given this copy
         if (found := self.held._version + edits) != self.version:
             refuse_edited(f"{self.held.type()} {list(self.geometry.shape)}", found, self.version)
         if not self.moved:

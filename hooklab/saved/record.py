@@ -210,7 +210,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
 
 
 def _by_storage(records: Iterable[SavedTensor]) -> dict[int, int]:
-    """The bytes of each storage that they lie in, by its number."""
+    """The bytes of each storage behind the records, by its number."""
     return {record.storage: record.storage_bytes for record in records}
 
 

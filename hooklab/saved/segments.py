@@ -82,7 +82,7 @@ class Segments(Installed):
 
 
 class Switched:
-    """One of them: until `.remove()` this object is its forward."""
+    """A Sequential of the plan: until `.remove()` this object is its forward."""
 
     def __init__(self, name: str, module: nn.Sequential, blocks: int):
         self.name, self.blocks, self.called = name, blocks, False
@@ -106,7 +106,7 @@ class Switched:
         return input
 
     def remove(self) -> None:
-        """Let it run as before."""
+        """Put the forward of its class back."""
         module = self._module()
         if module is not None and vars(module).get("forward") is self:
             del vars(module)["forward"]
@@ -166,7 +166,7 @@ class Start:
 
     @contextmanager
     def restored(self) -> Iterator[dict[str, Tensor]]:
-        """Around the recomputation, for which it returns the buffers; what blocks note in attributes is undone."""
+        """A block for the recomputation, which is given the buffers; what blocks note in attributes is undone."""
         self.refuse_changes()
         noted = [(own, dict(own)) for own, _ in self.flags]
         lists = [(item, list(item)) for own, _ in noted for item in own.values() if type(item) is list]

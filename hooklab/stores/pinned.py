@@ -93,8 +93,8 @@ class PinnedMemory:
         """Free the sources that are copied; above the bound, computing waits for the oldest."""
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()
-        one = self.in_flight > 0  # however large: it leaves while the next is computed
-        while len(self._leaving) > one and sum(source.nbytes for _, source in self._leaving) > self.in_flight:
+        allowed = min(self.in_flight, 1)  # one tensor, however large, is copied while the next is computed
+        while len(self._leaving) > allowed and sum(source.nbytes for _, source in self._leaving) > self.in_flight:
             event, source = self._leaving.popleft()
             self.cuda.wait(event, source.device)
 
@@ -132,7 +132,7 @@ class PinnedSlot(Slot):
 
     incoming: tuple[Tensor, Any] | None = None
 
-    def __init__(self, cuda: Any, row: "Row", start: int, flat: Tensor, memory: Tensor):
+    def __init__(self, cuda: Any, row: Row, start: int, flat: Tensor, memory: Tensor):
         super().__init__(row, start, flat)
         self.cuda, self.device = cuda, flat.device
         self.host = memory[start : start + flat.nbytes].view(flat.dtype)
