@@ -67,6 +67,10 @@ def eager(function: Callable) -> Callable:
 
     `torch.compiler.disable` would load the whole compiler, for seconds. Where PyTorch has other names, it traces the hook.
     """
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "hooks of hooklab run in Python; compile without fullgraph=True"
     return function

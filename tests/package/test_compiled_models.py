@@ -54,6 +54,13 @@ def test_features_asked_for_before_compiling_are_seen(model, x):
     assert torch.allclose(f["1"], expected)
 
 
+def test_the_compiler_does_not_look_into_our_hooks(model, x, recwarn, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    with features(model, "1"), layer_statistics(model, "1"), verbose(model, write=str), saved_tensors(model):
+        torch.compile(model, backend="eager")(x)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_after_the_block_a_compiled_model_records_nothing_more(model, x):
     with features(model, "1") as f, layer_statistics(model, "1") as stats:
         compiled = torch.compile(model, backend="eager")
