@@ -96,10 +96,8 @@ class HookRecord:
 class Hooks(Tabular, list[HookRecord]):
     """A list of `HookRecord`, shown as a table in a notebook: what `hooks_on` returns."""
 
-    _text_columns = 7
-
-    def _columns(self) -> tuple[str, ...]:
-        return "kind", "place", "function", "file", "line", "options", "owner"
+    _columns = "kind", "place", "function", "file", "line", "options", "owner"
+    _text_columns = len(_columns)
 
     def _records(self) -> Iterable[tuple]:
         return ((h.kind, h.place, h.function, h.file, h.line, h.options, h.owner) for h in self)

@@ -26,11 +26,8 @@ R = TypeVar("R")
 class Watch(Installed, Mapping[str, Tensor]):
     """The gradients that have arrived at the watched tensors: what `watch` returns.
 
-    A read-only mapping from name to the last gradient; a name is in it once a gradient has arrived.
-
-    Attributes:
-        history: for each name every gradient so far, oldest first.
-        order: the names in the order in which their gradients arrived.
+    A read-only mapping from name to the last gradient; a name is in it once a gradient has arrived. `history` has for
+    each name every gradient so far, oldest first; `order` has the names as their gradients arrived.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):

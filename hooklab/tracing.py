@@ -35,7 +35,8 @@ NODE_CREATION_HOOK = getattr(graph, "node_creation_hook", None)
 class Trace(Tabular, Installed):
     """The events recorded so far: what `trace` returns."""
 
-    _text_columns = 6
+    _columns = "phase", "kind", "where", "shape", "inside", "inferred"
+    _text_columns = len(_columns)
 
     def __init__(self, model: nn.Module | None, tensors: dict[str, Tensor]):
         super().__init__("trace")
@@ -79,9 +80,6 @@ class Trace(Tabular, Installed):
     def __repr__(self) -> str:
         counts = Counter(event.phase for event in self.events)
         return f"Trace({', '.join(f'{count} events in {phase}' for phase, count in counts.items()) or 'no event yet'})"
-
-    def _columns(self) -> tuple[str, ...]:
-        return "phase", "kind", "where", "shape", "inside", "inferred"
 
     def _records(self) -> Iterable[tuple]:
         return ((e.phase, e.kind, e.where, e.shape, e.inside, e.inferred) for e in self.events)

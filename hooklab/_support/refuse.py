@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 from torch import Tensor, nn
 
-__all__ = ["bounds", "count", "interval", "is_sharded", "lazy", "listed", "no_choice", "no_module"]
+__all__ = ["bounds", "count", "interval", "is_sharded", "lazy", "listed", "no_module"]
 __all__ += ["not_callable", "number", "unhookable", "why_silent"]
 
 
@@ -111,13 +111,6 @@ def interval(function: str, name: str, value: object) -> tuple[float, float]:
             "expected two finite numbers, the first below the second"
         )
     return low, high
-
-
-def no_choice(function: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is not one of `choices`."""
-    if value not in choices:
-        expected = " or ".join(map(repr, choices))
-        raise ValueError(f"{function}({name}={value!r}): expected {expected}")
 
 
 def not_callable(function: str, name: str, value: object, example: str) -> None:

@@ -11,7 +11,7 @@ MAX_ROWS = 60  # of a table in a notebook; its text and its DataFrame have all
 
 def table(rows: Iterable[Sequence[str | int]], left: int = 1) -> str:
     """Rows of cells as aligned lines; the first `left` columns are text, the others numbers, perhaps written already."""
-    written = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
+    written = _written(rows)
     widths = [max(map(len, column)) for column in zip(*written, strict=True)]
     aligned = (
         [*map(str.ljust, row[:left], widths[:left]), *map(str.rjust, row[left:], widths[left:])] for row in written
@@ -19,14 +19,15 @@ def table(rows: Iterable[Sequence[str | int]], left: int = 1) -> str:
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
+def _written(rows: Iterable[Sequence[str | int]]) -> list[list[str]]:
+    return [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
+
+
 class Tabular:
-    """Something with rows. A subclass says what they are; this shows them in a notebook and hands them to pandas."""
+    """Something with rows. A subclass says what they are; this shows them in a notebook and passes them to pandas."""
 
+    _columns: Sequence[str]  # their names
     _text_columns = 1  # the first ones, which stand to the left as text does; numbers stand to the right
-
-    def _columns(self) -> Sequence[str]:
-        """The names of the columns."""
-        raise NotImplementedError
 
     def _records(self) -> Iterable[Sequence[Any]]:
         """The values of each row, as they are."""
@@ -34,11 +35,11 @@ class Tabular:
 
     def _cells(self) -> Iterable[Sequence[str | int]]:
         """The cells of each row as they are shown."""
-        return ([cell if isinstance(cell, str | int) else str(cell) for cell in row] for row in self._records())
+        raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        rows = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in self._cells()]
-        lines = [self._row("th", self._columns()), *(self._row("td", row) for row in rows[:MAX_ROWS])]
+        rows = _written(self._cells())
+        lines = [self._row("th", self._columns), *(self._row("td", row) for row in rows[:MAX_ROWS])]
         more = f"<p>… {len(rows) - MAX_ROWS:,} more rows</p>" if len(rows) > MAX_ROWS else ""
         return f"<table>{''.join(lines)}</table>{more}"
 
@@ -48,7 +49,7 @@ class Tabular:
             import pandas
         except ImportError:
             raise ImportError("to_dataframe needs pandas, which is not installed: pip install pandas") from None
-        return pandas.DataFrame(list(self._records()), columns=list(self._columns()))
+        return pandas.DataFrame(list(self._records()), columns=list(self._columns))
 
     def _row(self, tag: str, cells: Sequence[str]) -> str:
         styles = [' style="text-align: left"' if column < self._text_columns else "" for column in range(len(cells))]

@@ -19,12 +19,13 @@ from hooklab.layers.streaming import Statistics, Tally, short
 
 __all__ = ["LayerStatistics", "layer_statistics"]
 
-COLUMNS = ("layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf")
 SHOWN = 12  # layers in a repr
 
 
 class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
     """Statistics by the name of the layer: what `layer_statistics` returns."""
+
+    _columns = "layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf"
 
     def __init__(self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float]):
         super().__init__("layer_statistics")
@@ -70,7 +71,7 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
 
     def table(self) -> str:
         """All statistics as text, a line for each layer; dashes where nothing was counted."""
-        return table([COLUMNS, *self._cells()])
+        return table([self._columns, *self._cells()])
 
     @property
     def asked(self) -> dict[str, Statistics]:
@@ -116,9 +117,6 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
             "the next layer edits in place, as after nn.Flatten or nn.InstanceNorm2d, gets none: use inplace=False there) "
             f"{self._why_silent[name]}"
         )
-
-    def _columns(self) -> tuple[str, ...]:
-        return COLUMNS
 
     def _records(self) -> Iterator[tuple[Any, ...]]:
         for name, s in self.asked.items():
@@ -178,7 +176,8 @@ def layer_statistics(
 
     Limits: docs/limits.md#layer_statistics. Source: [`torch.std`](https://docs.pytorch.org/docs/stable/generated/torch.std.html).
     """
-    refuse.no_choice("layer_statistics", "of", of, ("output", "grad_output"))
+    if of not in ("output", "grad_output"):
+        raise ValueError(f"layer_statistics(of={of!r}): expected 'output' or 'grad_output'")
     bins = refuse.count("layer_statistics", "bins", bins)
     range = refuse.interval("layer_statistics", "range", range)
     return LayerStatistics(callable_layers("layer_statistics", model, patterns), of, bins, range)

@@ -35,6 +35,7 @@ SAVES_NOTHING = "AccumulateGrad", "CloneBackward0", "AsStridedBackward0"
 class SavedTensors(Tabular, Sequence[SavedTensor]):
     """Every tensor that autograd saved in the block, in order: what `saved_tensors` returns."""
 
+    _columns = "module", "saved by", "tensors", "bytes", "new bytes"
     _text_columns = 2
 
     def __init__(self, model: nn.Module | None):
@@ -81,10 +82,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
 
     def table(self) -> str:
         """A line for each module: tensors saved, their bytes, and the bytes nobody before it had saved."""
-        return table([self._columns(), *self._cells()], left=self._text_columns)
-
-    def _columns(self) -> Sequence[str]:
-        return "module", "saved by", "tensors", "bytes", "new bytes"
+        return table([self._columns, *self._cells()], left=self._text_columns)
 
     def _records(self) -> Iterator[Sequence[str | int]]:
         seen: set[int] = set()
