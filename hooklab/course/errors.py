@@ -78,14 +78,14 @@ def _keep_what_is_shown(shell: Any, error: Any, shown: list[str]) -> None:
 
 def _only_own(shell: Any, trace: Any) -> Any:
     """The steps of a traceback that lie in the learner's cells; None where none does."""
-    short = None
-    for step in reversed([step for step in _steps(trace) if _is_own(shell, step)]):
+    own, short = [], None
+    while trace is not None:
+        if in_cell(shell, trace.tb_frame.f_code.co_filename):
+            own.append(trace)
+        trace = trace.tb_next
+    for step in reversed(own):
         short = TracebackType(short, step.tb_frame, step.tb_lasti, step.tb_lineno)
     return short
-
-
-def _is_own(shell: Any, step: Any) -> bool:
-    return in_cell(shell, step.tb_frame.f_code.co_filename)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -95,12 +95,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(behind))
         yield behind
         behind = behind.__cause__ or behind.__context__
-
-
-def _steps(trace: Any) -> Iterator[Any]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def advice(shell: Any, error: BaseException) -> Message | None:

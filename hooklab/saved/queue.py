@@ -81,9 +81,9 @@ class Queue:
         self.waiting = Room(math.inf if store is None else keep)  # to be moved
         self.ahead = Room(prefetch if hasattr(store, "prefetch") else 0)  # read before it is wanted
         self.again = Room(prefetch)  # read, and wanted once more
-        self.known: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()
+        self.known: weakref.WeakValueDictionary[tuple, Packed] = weakref.WeakValueDictionary()  # by content
         self.packed: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()  # by number
-        self.memories: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()  # that wait
+        self.places: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()  # of storages that wait
         self.count = self.oldest = 0  # all numbers before the oldest have moved
         self.reached = -1  # the number that reading ahead has come to
         self.open = False  # whether a block is open
@@ -101,7 +101,7 @@ class Queue:
             # A new storage may have the id of a dead one.
             if packed is None or packed.storage() is not storage:
                 # All the memory behind a view waits with it, and counts once, however many views share it.
-                place = self.memories.setdefault(id(storage), Place(self.waiting, storage.nbytes()))
+                place = self.places.setdefault(id(storage), Place(self.waiting, storage.nbytes()))
                 packed = Packed(self, self.count, tensor, place)
                 self.known[key] = self.packed[self.count] = packed
                 self.count += 1

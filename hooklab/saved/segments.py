@@ -161,7 +161,7 @@ class Start:
             (name, one, one._version, _memory(one), one.requires_grad) for name, one in segment.named_parameters()
         ]
         modules = [vars(module) for module in segment.modules()]
-        # A Sequential inside may run in segments of its own, by its `forward`.
+        # A Sequential inside has a `forward` of its own where it runs in segments, too.
         self.flags = [(own, {name: own[name] for name in own.keys() & {"training", "forward"}}) for own in modules]
 
     @contextmanager
@@ -175,10 +175,10 @@ class Start:
                 own.update(flags)
             yield {name: _copy(buffer) for name, buffer in self.buffers.items()}
         finally:
-            for own, attributes in noted:
-                for name in own.keys() - attributes.keys():
+            for own, before in noted:
+                for name in own.keys() - before.keys():
                     del own[name]
-                own.update(attributes)
+                own.update(before)
             for item, items in lists:
                 item[:] = items
 
