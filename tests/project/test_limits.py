@@ -25,14 +25,14 @@ def sections(path):
     }
 
 
-def tests_of_the_project():
+def names_of_tests():
     sources = (path.read_text(encoding="utf-8") for path in (notebook_form.ROOT / "tests").rglob("test_*.py"))
     return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("path", [ENGLISH, CHINESE], ids=lambda path: path.name)
 def test_every_row_says_four_things_and_its_test_exists(path):
-    known, rows = tests_of_the_project(), [row for rows in sections(path).values() for row in rows]
+    known, rows = names_of_tests(), [row for rows in sections(path).values() for row in rows]
     assert len(rows) > 30
     for row in rows:
         assert len(row) == 4, row
