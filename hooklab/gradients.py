@@ -59,8 +59,11 @@ class Watch(Installed, Mapping[str, Tensor]):
 
 
 def _recorder(name: str, gradients: list[Tensor], order: list[str]) -> Hook:
-    @_hook
-    def record(grad: Tensor) -> None:
+    @unserializable_hook
+    @eager
+    def record(grad: Tensor | None) -> None:
+        if grad is None:
+            return
         if in_transform(grad):
             raise RuntimeError(
                 f"watch: the gradient at {name!r} lives inside a torch.func transform and ends with it, so it cannot "

@@ -1,6 +1,7 @@
 """A store on disk: one file without a name."""
 
 import errno
+import math
 import os
 import shutil
 import tempfile
@@ -109,7 +110,7 @@ class Disk:
     def _full(self, wanted: int) -> str:
         with self._lock:
             self._row.join()
-            self._file.truncate(int(self._row.gaps[-1][0]))  # what was written of it before the disk was full
+            self._file.truncate(int(self._row.starts[math.inf]))  # what was written of it before the disk was full
         free = shutil.disk_usage(self.folder).free
         advice = "make room, or give a folder on another disk: Offload(model, to=hooklab.stores.Disk(folder))"
         return f"Disk: no room in {self.folder}: {wanted:,} bytes wanted, {free:,} free; {advice}"

@@ -27,35 +27,38 @@ class Slot:
 
 
 class Row:
-    """Which bytes of a file, or of a chunk of memory, are free. The smallest gap that fits is used; neighbours join."""
+    """Which bytes of a row are free. The smallest gap that fits is used; neighbouring gaps join."""
 
     def __init__(self, length: float = math.inf):
-        self.gaps: list[tuple[float, float]] = [(0, length)]  # in order: where each begins and ends
-        self.freed: deque[tuple[float, float]] = deque()  # not yet among the gaps
+        self.ends: dict[float, float] = {}  # of the gaps: where each ends, by where it begins
+        self.starts: dict[float, float] = {}  # the other way round
+        self.sizes: list[tuple[float, float]] = []  # sorted, each with where it begins
+        self.freed: deque[tuple[float, float]] = deque([(0, length)])  # not yet among the gaps
 
     def take(self, nbytes: int) -> int | None:
         """Where `nbytes` may begin, or None if the row is full."""
         self.join()
         size = aligned(nbytes)
-        fitting = [(end - start, start, end) for start, end in self.gaps if end - start >= size]
-        if not fitting:
+        place = bisect_left(self.sizes, (size, 0))
+        if place == len(self.sizes):
             return None
-        room, start, end = min(fitting)
-        self.gaps.remove((start, end))
-        if room > size:
-            insort(self.gaps, (start + size, end))
+        room, start = self.sizes.pop(place)
+        del self.starts[self.ends.pop(start)]
+        if size < room:
+            self.freed.append((start + size, start + room))
+            self.join()
         return int(start)
 
     def join(self) -> None:
         """Make gaps of what is free again, each with the gaps beside it."""
         while self.freed:
             start, end = self.freed.popleft()
-            place = bisect_left(self.gaps, (start, end))
-            if self.gaps[place : place + 1] and self.gaps[place][0] == end:
-                end = self.gaps.pop(place)[1]
-            if place and self.gaps[place - 1][1] == start:
-                start = self.gaps.pop(place - 1)[0]
-            insort(self.gaps, (start, end))
+            first, last = self.starts.pop(start, start), self.ends.pop(end, end)
+            for left, right in (first, start), (end, last):
+                if left < right:  # was a gap
+                    del self.sizes[bisect_left(self.sizes, (right - left, left))]
+            self.ends[first], self.starts[last] = last, first
+            insort(self.sizes, (last - first, first))
 
 
 def aligned(nbytes: int) -> int:
