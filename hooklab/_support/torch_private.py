@@ -119,6 +119,6 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 # True inside vmap, grad or jvp of torch.func, where a tensor stands for others; False where PyTorch cannot say.
-in_transform: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None) or (
-    lambda tensor: False
-)
+in_transform: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
+) or (lambda tensor: False)
