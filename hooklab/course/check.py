@@ -1,32 +1,25 @@
 """Checks that tell a learner whether an answer behaves as it should, and if not, where to look.
 
-Write your own: copy a file of `checks/`, for example `n00_start_here.py`. A check is
-
-- `examine(answer)`: calls the answer on fresh inputs and `refuse`s what is wrong. Each refusal has a
-  name of its own and says in both languages what was seen and where to look, never the answer;
-- `solution`: the reference, which must pass;
-- `wrong`: answers that people really give, each under the name of the refusal that it must meet.
-
-`tests/course/test_checks.py` proves the last two for every check. In a notebook:
-
     >>> from hooklab import check
     >>> check.exercise("00.A", lambda grad: ...)
     还没有作答。把上面那一格里的 `...` 换成你的代码，先运行那一格，再运行这一格。
     Not attempted yet. Replace `...` in the cell above with your code, run that cell, then this one.
+
+The logic of a notebook's checks stands in `checks/nXX_….py`, what they say in the `.toml` file beside it; both are read when
+one of their ids is asked for. CONTRIBUTING shows how to write one.
 """
 
 import dis
-import importlib
 import inspect
 import linecache
-import pkgutil
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -34,7 +27,7 @@ import torch
 from torch.nn.modules import module as modules
 
 from hooklab.census import GLOBAL_MODULE
-from hooklab.course.effects import watched
+from hooklab.course.effects import Change, watched
 from hooklab.course.guesses import agree, as_meant, no_number, shown
 from hooklab.course.message import Message
 from hooklab.course.reachable import within
@@ -42,19 +35,19 @@ from hooklab.course.refusals import (
     Refused,
     expect_like,
     grad_stays_on,
-    kind_of,
     refuse,
+    refuse_first,
     refuse_from_before,
     refuse_latest_call,
     refuse_other_items,
     refuse_removing_others,
     refuse_same_object,
-    refuse_zero_for_none,
-    said,
 )
+from hooklab.course.words import FOLDER, Phrase, kind_of, notebook_words, said, say, shared_words
 
 __all__ = [
     "Exercise",
+    "Phrase",
     "Prediction",
     "Refused",
     "exercise",
@@ -64,12 +57,12 @@ __all__ = [
     "kind_of",
     "predict",
     "refuse",
+    "refuse_first",
     "refuse_from_before",
     "refuse_latest_call",
     "refuse_other_items",
     "refuse_removing_others",
     "refuse_same_object",
-    "refuse_zero_for_none",
     "registered",
     "said",
     "within",
@@ -78,23 +71,40 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Exercise:
-    """An exercise: how to examine an answer, the reference, and wrong answers by the name of their refusal."""
+    """An exercise: how to examine an answer, and the reference.
+
+    Attributes:
+        words: what it says, as a table of the TOML files: `right`, and each refusal by its name. Where it is None, they are
+            found by the id.
+    """
 
     id: str
     examine: Callable[[Any], None]
     solution: Any
-    wrong: dict[str, Any] = field(repr=False)
-    zh: str  # said when the answer passes
-    en: str
+    words: Mapping[str, Any] | None = None
+
+    def say(self, key: str, facts: Mapping[str, Any]) -> tuple[str, str]:
+        """What stands under `key` in the words of this exercise, in Chinese and in English."""
+        if "zh" in facts and "en" in facts:
+            return facts["zh"], facts["en"]
+        notebook = self.id.partition(".")[0]
+        tables = notebook_words(notebook)
+        own = [tables.get(self.id, {}), tables.get(notebook, {})] if self.words is None else [self.words]
+        return say(key, facts, [*own, shared_words()])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction: the explanation that follows it, right or wrong. What is right is the learner's own run."""
+    """A prediction: the explanation that follows it, right or wrong. What is right is the learner's own run.
+
+    Attributes:
+        guesses: wrong guesses that people have, each with what is said of it before the explanation: `guess`, `zh`, `en`.
+    """
 
     id: str
     zh: str
     en: str
+    guesses: Sequence[Mapping[str, Any]] = ()
 
 
 def exercise(which: str | Exercise, answer: Any) -> Message:
@@ -117,31 +127,24 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
         with _the_same_each_time():
             _examine(task, answer)
     except Refused as refused:
-        return refused.message
+        zh, en = task.say(refused.key, refused.facts)
+        return Message("wrong", f"还不对。{zh}", f"Not yet. {en}", refused.key.partition("-")[0])
     except Exception as error:
         return _raised(answer, error)
-    return Message("right", f"对了。{task.zh}", f"Right. {task.en}")
+    zh, en = task.say("right", {})
+    return Message("right", f"对了。{zh}", f"Right. {en}")
 
 
 def _examine(task: Exercise, answer: Any) -> None:
     """Refuse an answer that is wrong, or right with a side effect that nobody asked for."""
     if callable(task.solution) and not callable(answer):
-        refuse(
-            "not_a_function",
-            zh=f"这里要交的是函数本身，得到的是 `{type(answer).__name__}`。是不是多写了一对括号，把它调用了？",
-            en=f"The function itself is wanted; found `{type(answer).__name__}`. Was it called, with one pair of "
-            "parentheses too many?",
-        )
-    changes: list[tuple[str, str]] = []
+        refuse("not_a_function", answer=answer)
+    changes: list[Change] = []
     with grad_stays_on():
         task.examine(watched(answer, changes))
     if changes:
-        zh, en = changes[0]
-        refuse(
-            "changed_given",
-            zh=f"结果都对，可是你的函数改动了它收到的东西：{zh}。",
-            en=f"The results are right, but your function has changed what it was given: {en}.",
-        )
+        phrase, facts = changes[0]
+        refuse("changed_given", change=Phrase(phrase), **facts)
 
 
 @contextmanager
@@ -201,11 +204,13 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
         )
     # With the braces it can be seen why a set is no list.
     guessed = shown(guess, braces=not isinstance(actual, set | frozenset))
+    named = next((named for named in question.guesses if agree(as_meant(guess, named["guess"]), named["guess"])), None)
+    answered_zh, answered_en = ("", "") if named is None else (named["zh"], f"{named['en']} ")
     return Message(
         "wrong",
-        f"你猜的是 `{guessed}`，实际是 `{happened}`。{zh}",
-        f"You said `{guessed}`; it is `{happened}`. {en}",
-        "other",
+        f"你猜的是 `{guessed}`，实际是 `{happened}`。{answered_zh}{zh}",
+        f"You said `{guessed}`; it is `{happened}`. {answered_en}{en}",
+        "other" if named is None else "named",
     )
 
 
@@ -285,28 +290,41 @@ def _files(answer: Any) -> set[str]:
 
 
 def find(wanted: str, kind: type) -> Any:
-    """The exercise or prediction with this id. Only the file of its notebook is imported.
+    """The exercise or prediction with this id. Only the files of its notebook are read.
 
     Raises:
         KeyError: no `kind` has this id.
     """
+    gather = _exercises if kind is Exercise else _predictions
     notebook = str(wanted).partition(".")[0]
-    for item in registered(notebook):
-        if item.id == wanted and isinstance(item, kind):
+    for item in gather(notebook) if notebook in _notebooks() else ():
+        if item.id == wanted:
             return item
-    known = [item.id for item in registered() if isinstance(item, kind)]
+    known = [item.id for number in _notebooks() for item in gather(number)]
     close = get_close_matches(str(wanted), known, cutoff=0.3) or known
     raise KeyError(f"no {kind.__name__.lower()} has the id {wanted!r}; close: {', '.join(map(repr, close))}")
 
 
-def registered(notebook: str = "") -> list[Exercise | Prediction]:
-    """The checks of one notebook ("11"), or of all: those in `hooklab/course/checks/n11_….py` and the files beside it."""
-    package = importlib.import_module("hooklab.course.checks")
-    files = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+def registered() -> list[Exercise | Prediction]:
+    """The exercises and the predictions of all notebooks."""
+    numbers = _notebooks()
+    exercises = [item for number in numbers for item in _exercises(number)]
+    return exercises + [item for number in numbers for item in _predictions(number)]
+
+
+def _notebooks() -> list[str]:
+    return sorted(path.name[1:3] for path in FOLDER.glob("n*.toml"))
+
+
+def _exercises(notebook: str) -> list[Exercise]:
+    """Those in `checks/n11_….py`; an exercise that is long has a file of its own, whose name begins in the same way."""
     with _usual_defaults():  # a file may make tensors when it is imported
-        return [
-            item
-            for file in files
-            if file.startswith(f"n{notebook}")
-            for item in importlib.import_module(f"hooklab.course.checks.{file}").CHECKS
+        files = [
+            import_module(f"hooklab.course.checks.{path.stem}") for path in sorted(FOLDER.glob(f"n{notebook}_*.py"))
         ]
+    return [exercise for file in files for exercise in file.EXERCISES]
+
+
+def _predictions(notebook: str) -> list[Prediction]:
+    tables = notebook_words(notebook)
+    return [Prediction(name, **table) for name, table in tables.items() if "zh" in table]

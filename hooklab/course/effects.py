@@ -14,8 +14,11 @@ __all__ = ["watched"]
 MAX_NUMBERS = 1_000_000  # of a tensor whose values are compared
 
 
-def watched(answer: Any, changes: list[tuple[str, str]]) -> Any:
-    """The same answer; what its calls change of modules, tensors, lists, dicts and sets is put into `changes`, in words.
+Change = tuple[str, dict[str, Any]]  # the name of its phrase, and the facts that go into it
+
+
+def watched(answer: Any, changes: list[Change]) -> Any:
+    """The same answer; what its calls change of modules, tensors, lists, dicts and sets is put into `changes`.
 
     A class or a module stays as it is: a check may use more of it than its calls.
     """
@@ -26,13 +29,13 @@ def watched(answer: Any, changes: list[tuple[str, str]]) -> Any:
     def calling(*args: Any, **kwargs: Any) -> Any:
         looks = [look for given in (*args, *kwargs.values()) for look in _looks(given)]
         result = answer(*args, **kwargs)
-        changes.extend(words for look in looks if (words := look()))
+        changes.extend(change for look in looks if (change := look()))
         return result
 
     return calling
 
 
-def _looks(given: Any) -> Iterator[Callable[[], tuple[str, str] | None]]:
+def _looks(given: Any) -> Iterator[Callable[[], Change | None]]:
     """Each tells, later, what is not as it is now."""
     if isinstance(given, nn.Module):
         for name, module in given.named_modules():
@@ -52,37 +55,31 @@ def _looks(given: Any) -> Iterator[Callable[[], tuple[str, str] | None]]:
         yield functools.partial(_items, given, _parts(given))
 
 
-def _flag(name: str, owner: Any, flag: str, old: bool) -> tuple[str, str] | None:
+def _flag(name: str, owner: Any, flag: str, old: bool) -> Change | None:
     if (now := getattr(owner, flag, None)) == old:
         return None
-    zh, en = ("张量", "a tensor") if isinstance(owner, Tensor) else ("模型", "the model")
-    if name:
-        zh, en = f"`{name}` ", f"`{name}`"
-    return (
-        f"{zh}的 `{flag}` 原来是 `{old}`，现在是 `{now}`",
-        f"`{flag}` of {en} was `{old}` and is `{now}` now",
-    )
+    phrase = "flag_of_part" if name else "flag_of_tensor" if isinstance(owner, Tensor) else "flag_of_model"
+    return phrase, {"name": name, "flag": flag, "old": old, "now": now}
 
 
-def _lost_grad(name: str, param: Tensor) -> tuple[str, str] | None:
+def _lost_grad(name: str, param: Tensor) -> Change | None:
     if param.grad is not None:
         return None
-    return f"`{name}` 原来有 `.grad`，现在没有了", f"`{name}` had a `.grad`, and has none now"
+    return "lost_grad", {"name": name}
 
 
-def _values(given: Tensor, old: Tensor) -> tuple[str, str] | None:
+def _values(given: Tensor, old: Tensor) -> Change | None:
     now = given.detach()
     if now.shape == old.shape and torch.allclose(now, old, rtol=0, atol=0, equal_nan=True):
         return None
-    return "交给它的张量，数值变了", "a tensor that it was given has other values"
+    return "other_values", {}
 
 
-def _items(given: Any, old: list) -> tuple[str, str] | None:
+def _items(given: Any, old: list) -> Change | None:
     now = _parts(given)
     if len(now) == len(old) and all(one is other for one, other in zip(now, old, strict=True)):
         return None
-    kind = type(given).__name__
-    return f"交给它的 `{kind}` 变了", f"a `{kind}` that it was given has changed"
+    return "other_items", {"given": given}
 
 
 def _parts(given: Any) -> list:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from hooklab._support.packing import hold, outer_hooks, unhold
 from hooklab.census import hooks_on
-from hooklab.course.check import Exercise, Prediction, expect_like, kind_of, refuse, refuse_from_before
+from hooklab.course.check import Exercise, expect_like, refuse, refuse_from_before
 from hooklab.saved import saved_tensors
 
 # ---- 31.A: count the bytes by hand ----
@@ -77,6 +76,7 @@ CASES = (
     (lambda x: x + x + 1, 4_000, 0, "x + x + 1"),
     (lambda x: x[100:200].sin(), 4_000, 0, "x[100:200].sin()"),
 )
+
 # Held too: a result, a mask, and what is no leaf of yours. What is run, the bytes that are held, in words.
 OTHERS = (
     (torch.exp, 4_000, "x.exp()"),
@@ -93,50 +93,20 @@ def examine_held_bytes(answer):
             _explain_count(function, words, got, want)
     doubles = _count_once(answer, _cubes, torch.float64)
     if doubles != 16_000:
-        refuse(
-            "float32_only",
-            zh=f"float32 都对；换成 float64，应当是 16,000，得到的是 {doubles:,}。一个数占几个字节，要看数据类型。",
-            en=f"Right for float32. For float64 16,000 are right; found {doubles:,}. Bytes per entry depend on the dtype.",
-        )
+        refuse("float32_only", doubles=doubles)
     for function, want, words in OTHERS:
         if (got := _count_once(answer, function)) > want:
-            refuse(
-                "by_dtype_of_x",
-                zh=f"`{words}`：应当是 {want:,}，得到的是 {got:,}。一个元素占几个字节，看存下的那个张量的类型，不看 `x` 的。",
-                en=f"`{words}`: {want:,} is right; found {got:,}. How many bytes an entry takes depends on the dtype of what is saved, "
-                "not on that of `x`.",
-            )
+            refuse("by_dtype_of_x", words=words, want=want, got=got)
         if got != want:
-            refuse(
-                "left_out",
-                zh=f"`{words}`：应当是 {want:,}，得到的是 {got:,}。不算的只有 `x`；结果、掩码、别的叶子张量，存了就算。",
-                en=f"`{words}`: {want:,} is right; found {got:,}. Nothing but `x` is left out; a result, a mask, another leaf count "
-                "if they are saved.",
-            )
+            refuse("left_out", words=words, want=want, got=got)
     row = torch.ones(10, 100)[5].requires_grad_()  # its address is not that of its memory
     if (got := _count_once(answer, torch.sin, x=row)) != 0:
-        refuse(
-            "address_of_x",
-            zh=f"`x` 自己是个切片时，`x.sin()` 留住的只有 `x` 的内存，应当是 0，得到的是 {got:,}：切片的地址，不是那块内存的地址。",
-            en=f"Where `x` is itself a slice, `x.sin()` holds nothing but the memory of `x`, so 0 is right; found {got:,}. The address "
-            "of a slice is not that of its memory.",
-        )
+        refuse("address_of_x", got=got)
     got = _count_once(answer, _exponentials)
     if got == 0:
-        refuse(
-            "own_operation",
-            zh="手写的操作（第 4 节）用 `ctx.save_for_backward` 存，得到的是 0。它的 Node 没有 `_saved_` 开头的属性，`saved_tensors_hooks` 却看得见。",
-            en="An operation written by hand (section 4) saves by `ctx.save_for_backward`, and 0 was found. Its Node has no attribute "
-            "that begins with `_saved_`, but `saved_tensors_hooks` sees what it saves.",
-        )
+        refuse("own_operation")
     if got != 24_000:
-        refuse(
-            "address_reused",
-            zh=f"`x.exp().sum()` 算 6 次再相加，6 个 `exp` 的结果都要存，共 24,000 字节，得到的是 {got:,}。"
-            "内存一释放，地址就会分给下一个张量：数的时候，前面存下的还都在吗？",
-            en=f"`x.exp().sum()`, 6 times and added, saves the 6 results of `exp`, 24,000 bytes; found {got:,}. When memory "
-            "is freed its address goes to the next tensor: at the time of counting, was everything saved before still there?",
-        )
+        refuse("address_reused", got=got)
 
 
 def _count_once(answer, function, dtype=torch.float32, x=None):
@@ -152,29 +122,13 @@ def _count_once(answer, function, dtype=torch.float32, x=None):
     if outer_hooks() != outer:
         while outer_hooks() not in (None, outer):
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        refuse(
-            "left_open",
-            zh="函数返回以后，保存钩子还开着：此后每存一个张量都会调用它。",
-            en="After the function has returned the hooks are still on: they will be called for every tensor saved from now on.",
-        )
+        refuse("left_open")
     if len(calls) != 1:
-        refuse(
-            "not_once",
-            zh=f"`function` 应当运行 1 次，实际运行了 {len(calls)} 次。",
-            en=f"`function` should run 1 time; it ran {len(calls)} times.",
-        )
+        refuse("not_once", count_calls=len(calls))
     if x.grad is not None:
-        refuse(
-            "filled_grad",
-            zh="`x` 原来没有 `.grad`，现在有了：只要运行 `function`，不用做反向。",
-            en="`x` had no `.grad`, and has one now: just run `function`, without a backward.",
-        )
+        refuse("filled_grad")
     if got is None:
-        refuse(
-            "returned_nothing",
-            zh="函数返回了 `None`，应当返回一个整数。",
-            en="The function returned `None`; a whole number is wanted.",
-        )
+        refuse("returned_nothing")
     # A tensor or an array without dimensions is one number, of the kind that `item()` gives.
     number = got.item() if getattr(got, "shape", None) == () and not getattr(got, "is_meta", False) else got
     try:
@@ -182,11 +136,7 @@ def _count_once(answer, function, dtype=torch.float32, x=None):
     except TypeError:
         whole = None
     if whole is None:
-        refuse(
-            "not_a_number",
-            zh=f"应当返回一个整数，得到的是 `{kind_of(got)}`。",
-            en=f"Return a whole number; found a `{kind_of(got)}`.",
-        )
+        refuse("not_a_number", got=got)
     return whole
 
 
@@ -262,161 +212,13 @@ def _explain_count(function, words, got, want):
 def _examine_state(answer):
     first, second = (_count_once(answer, _cubes) for _ in range(2))
     if second != first:
-        refuse(
-            "kept_between_calls",
-            zh=f"同一个 `function` 数两次，第一次得到 {first:,}，第二次得到 {second:,}：前一次调用记下的还在。它存在哪里？",
-            en=f"Counted twice, the same `function` gives {first:,} and then {second:,}: what the call before has noted is still "
-            "there. Where is it stored?",
-        )
+        refuse("kept_between_calls", first=first, second=second)
 
 
-def _collecting(measure):
-    """A wrong answer: `measure(saved tensors, x)` after an otherwise right run."""
-
-    def answer(function, x):
-        tensors = []
-
-        def pack(tensor):
-            tensors.append(tensor)
-            return tensor.detach()
-
-        with saved_tensors_hooks(pack, lambda packed: packed):
-            function(x)
-        return measure(tensors, x)
-
-    return answer
-
-
-def _others(tensors, x):
-    return {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().data_ptr() != x.data_ptr()}
-
-
-def _addresses_only(function, x):
-    sizes = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-
-    with saved_tensors_hooks(pack, lambda packed: packed):
-        function(x)
-    sizes.pop(x.untyped_storage().data_ptr(), None)
-    return sum(sizes.values())
-
-
-def _address_of_x(function, x):
-    storages = []
-
-    def pack(tensor):
-        storages.append(tensor.untyped_storage())
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda packed: packed):
-        function(x)
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    sizes.pop(x.data_ptr(), None)
-    return sum(sizes.values())
-
-
-def _along_the_graph(function, x):
-    todo, seen, storages = [function(x).grad_fn], set(), {}
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_") and isinstance(tensor := getattr(node, name), Tensor):
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        todo += [after for after, _ in node.next_functions]
-    storages.pop(x.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def _left_open(function, x):
-    count = held_bytes(function, x)
-    saved_tensors_hooks(lambda t: t, lambda t: t).__enter__()
-    return count
-
-
-def _by_slice_address(tensors, x):
-    sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.data_ptr() != x.data_ptr()}
-    return sum(sizes.values())
-
-
-def _with_backward(function, x):
-    return held_bytes(lambda x: function(x).sum().backward(), x)
-
-
-_STORAGES = []
-
-
-def _in_a_global(function, x):
-    def pack(tensor):
-        _STORAGES.append(tensor.untyped_storage())
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda packed: packed):
-        function(x)
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in _STORAGES}
-    sizes.pop(x.data_ptr(), None)
-    return sum(sizes.values())
-
-
-HELD = Exercise(
-    "31.A",
-    examine_held_bytes,
-    held_bytes,
-    {
-        "counted_twice": _collecting(lambda tensors, x: sum(tensor.nbytes for tensor in tensors)),
-        "counted_x": _collecting(
-            lambda tensors, x: sum(
-                {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-            )
-        ),
-        "subtracted_x": _collecting(
-            lambda tensors, x: (
-                sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) - x.nbytes
-            )
-        ),
-        "left_out": _collecting(
-            lambda tensors, x: sum(
-                t.untyped_storage().nbytes() for t in _others(tensors, x).values() if t.is_floating_point()
-            )
-        ),
-        "entries": _collecting(lambda tensors, x: sum(t.numel() for t in _others(tensors, x).values())),
-        "only_the_slice": _collecting(lambda tensors, x: sum(t.nbytes for t in _others(tensors, x).values())),
-        "memory_twice": _collecting(_by_slice_address),
-        "nothing_counted": lambda function, x: held_bytes(lambda x: function(x.detach()), x),
-        "address_reused": _addresses_only,
-        "address_of_x": _address_of_x,
-        "own_operation": _along_the_graph,
-        "float32_only": _collecting(
-            lambda tensors, x: sum(4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values())
-        ),
-        "by_dtype_of_x": _collecting(
-            lambda tensors, x: sum(
-                len(t.untyped_storage()) // t.itemsize * x.itemsize for t in _others(tensors, x).values()
-            )
-        ),
-        "wrong_count": lambda function, x: held_bytes(function, x) // 1024,
-        "kept_between_calls": _in_a_global,
-        "counted_view_of_x": _collecting(
-            lambda tensors, x: sum(
-                {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not x}.values()
-            )
-        ),
-        "left_open": _left_open,
-        "filled_grad": _with_backward,
-        "not_once": lambda function, x: function(x) is None or held_bytes(function, x),
-        "not_a_number": lambda function, x: f"{held_bytes(function, x)} bytes",
-        "returned_nothing": lambda function, x: print(end=str(held_bytes(function, x))[:0]),
-    },
-    zh="每块内存一次，切片算整块，`x` 不算。前两条 `unique_bytes` 也这样，但它把 `x` 算进去。",
-    en="Each memory once, slices in full, `x` left out. `unique_bytes` does the first two, but it counts `x`.",
-)
+HELD = Exercise("31.A", examine_held_bytes, held_bytes)
 
 # ---- 31.B: which tensors does it save? ----
+
 
 NAMES = ("x", "w", "b", "mask", "gain", "h", "s", "r", "d", "g", "t", "loss")
 
@@ -468,6 +270,7 @@ TOO_MANY = {
         "`loss` is one too many: who would use it? Backward begins there, with no more than a 1.",
     ),
 }  # fmt: skip
+
 MISSING = {
     "x": ("少了一个：求 `w` 的梯度要用什么？", "One is missing: what does the gradient of `w` need?"),
     "r": (
@@ -490,30 +293,14 @@ MISSING = {
 def examine_needed(ask):
     answer = ask()
     if answer is None:
-        refuse(
-            "returned_nothing",
-            zh="函数返回了 `None`，应当返回一个集合。",
-            en="The function returned `None`; a set is wanted.",
-        )
+        refuse("returned_nothing")
     if not isinstance(answer, set | frozenset | list | tuple) or not all(isinstance(name, str) for name in answer):
-        refuse(
-            "not_names",
-            zh=f"应当是名字的集合，得到的是 `{type(answer).__name__}`，或者里面不全是字符串。",
-            en=f"A set of names is wanted; found a `{type(answer).__name__}`, or other things than strings in it.",
-        )
+        refuse("not_names", answer=answer)
     answer, want = {name.strip() for name in answer}, needed_by_autograd()
     if unknown := sorted(answer - set(NAMES)):
-        refuse(
-            "unknown_names",
-            zh=f"代码里没有叫 `{unknown[0]}` 的张量。能写的名字是 `{', '.join(NAMES)}`。",
-            en=f"No tensor in the code is called `{unknown[0]}`. Names that can be given: `{', '.join(NAMES)}`.",
-        )
+        refuse("unknown_names", unknown=unknown[0], value=", ".join(NAMES))
     if answer == set(NAMES) - {"loss"} or answer == set(NAMES):
-        refuse(
-            "everything",
-            zh="不是每个都存。一行一行看：这一步的导数里出现了谁，又有谁要这个梯度？",
-            en="Not everything is saved. Go line by line: what is in the derivative of this step, and who wants the gradient?",
-        )
+        refuse("everything")
     for name in NAMES:
         if name in answer - want:
             refuse(f"with_{name}", zh=TOO_MANY[name][0], en=TOO_MANY[name][1])
@@ -526,25 +313,7 @@ def needed():
     return {"x", "r", "mask", "d", "gain", "t"}
 
 
-def _names(*more, without=""):
-    return lambda: (needed() | set(more)) - {without}
-
-
-NEEDED = Exercise(
-    "31.B",
-    examine_needed,
-    needed,
-    {f"with_{name}": _names(name) for name in TOO_MANY}
-    | {f"without_{name}": _names(without=name) for name in MISSING}
-    | {
-        "everything": lambda: set(NAMES),
-        "unknown_names": _names("relu"),
-        "not_names": lambda: "x, r, mask",
-        "returned_nothing": lambda: print(end=""),
-    },
-    zh="两条规矩：导数里有谁就存谁，没人要的梯度，多半不为它存。",
-    en="Two rules: what the derivative contains is saved, and as a rule nothing is for a gradient that nobody wants.",
-)
+NEEDED = Exercise("31.B", examine_needed, needed)
 
 # ---- 31.C: the layer that holds most ----
 
@@ -614,28 +383,6 @@ class _SinExp(nn.Module):
         return x.sin().exp()
 
 
-def heaviest_by_operation(model, x):
-    new, seen = Counter(), set()
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in saved:
-        if record.storage not in seen and not record.owner:
-            new[record.module, record.operation] += record.storage_bytes
-        seen.add(record.storage)
-    return max(new, key=new.get)[0]
-
-
-def heaviest_with_buffers(model, x):
-    new, seen, params = Counter(), set(), {name for name, _ in model.named_parameters()}
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in saved:
-        if record.storage not in seen and record.owner not in params:
-            new[record.module] += record.storage_bytes
-        seen.add(record.storage)
-    return max(new, key=new.get)
-
-
 def examine_heaviest(answer):
     from torchvision.models import densenet121
 
@@ -647,29 +394,15 @@ def examine_heaviest(answer):
     parts = {"row": _Row(), "mix": nn.Linear(50, 200), "soft": nn.Softmax(-1)}
     sliced, x = nn.Sequential(OrderedDict(parts)), torch.randn(100, 50, requires_grad=True)
     if answer(sliced, x) == "soft":
-        refuse(
-            "only_the_slice",
-            zh="在一个小模型上，你的答案是 `soft`，它存了 8,000 字节。`row` 存的切片自己只有 2,000 字节，可是切片留住的是一整块 20,000 字节的内存。",
-            en="On a small model your answer is `soft`, which saves 8,000 bytes. The slice that `row` saves has no more than 2,000 "
-            "of its own, but it holds a whole memory of 20,000.",
-        )
+        refuse("only_the_slice")
     gated = nn.Sequential(OrderedDict(mix=nn.Linear(50, 40), soft=nn.Softmax(-1), gate=_Gate()))
     if answer(gated, torch.randn(100, 50)) == "gate":
-        refuse(
-            "with_buffers",
-            zh="在一个小模型上，你的答案是 `gate`。它存的只有自己的缓冲区；缓冲区和参数一样，本来就在内存里。",
-            en="On a small model your answer is `gate`. All it saves is a buffer of its own, which lives anyway, as parameters do.",
-        )
+        refuse("with_buffers")
     _examine_named(answer, dense, images, " `densenet121` ", "`densenet121`")
     _examine_named(answer, small, row, "一个小模型", "a small model", others)
     parts = {"mix": nn.Linear(50, 40), "twice": _SinExp(), "wide": nn.Linear(40, 60), "soft": nn.Softmax(-1)}
     if answer(nn.Sequential(OrderedDict(parts)), torch.randn(100, 50)) == "soft":
-        refuse(
-            "one_operation",
-            zh="在一个小模型上，你的答案是 `soft`，它存了 24,000 字节。`twice` 有两个操作，各存 16,000 字节：同一个模块的要加在一起。",
-            en="On a small model your answer is `soft`, which saves 24,000 bytes. `twice` has two operations that save 16,000 bytes "
-            "each: those of one module belong together.",
-        )
+        refuse("one_operation")
 
 
 def _examine_named(answer, model, x, where_zh, where_en, others=()):
@@ -681,47 +414,19 @@ def _examine_named(answer, model, x, where_zh, where_en, others=()):
     more = len(hooks_on(model)) - before
     counting.remove()
     if got is None:
-        refuse(
-            "returned_nothing",
-            zh="函数返回了 `None`，应当返回一个名字。",
-            en="The function returned `None`; a name is wanted.",
-        )
+        refuse("returned_nothing")
     if not isinstance(got, str):
-        refuse(
-            "not_a_name",
-            zh=f"应当返回一个名字，得到的是 `{type(got).__name__}`。",
-            en=f"Return one name; found a `{type(got).__name__}`.",
-        )
+        refuse("not_a_name", got=got)
     if got == "":
-        refuse(
-            "no_name",
-            zh="返回了一个空名字。把模型交给 `saved_tensors`，它才知道每个张量是哪个模块存的。",
-            en="An empty name came back. Give the model to `saved_tensors`; how else should it know which module saved what?",
-        )
+        refuse("no_name")
     if more < 0:
-        refuse(
-            "removed_others",
-            zh="函数返回以后，模型上的钩子比原来少了：不是你挂的也删掉了。",
-            en="After the function has returned the model has fewer hooks than before: some that were not yours are gone.",
-        )
+        refuse("removed_others")
     if more:
-        refuse(
-            "left_behind",
-            zh=f"函数返回以后，模型上多了 {more} 个钩子。",
-            en=f"After the function has returned the model has more hooks than before, by {more}.",
-        )
+        refuse("left_behind", more=more)
     if model.training != training:
-        refuse(
-            "mode_changed",
-            zh="模型原本在训练模式，你的函数返回以后却不在了。",
-            en="The model was in training mode, and after your function it is not.",
-        )
+        refuse("mode_changed")
     if len(calls) > 1:
-        refuse(
-            "ran_twice",
-            zh=f"模型应当运行 1 次，实际运行了 {len(calls)} 次。",
-            en=f"The model should run 1 time; it ran {len(calls)} times.",
-        )
+        refuse("ran_twice", count_calls=len(calls))
     if got == measures["right"]:
         return
     refuse_from_before([got], model, others)
@@ -805,79 +510,10 @@ def _measures(model, x):
     return {reason: max(counter, key=counter.get) for reason, counter in found.items()}
 
 
-def _measured(reason):
-    return lambda model, x: _measures(model, x)[reason]
-
-
-def heaviest_left_behind(model, x):
-    model.register_forward_hook(lambda module, args, output: None)
-    return heaviest(model, x)
-
-
-def heaviest_and_clear(model, x):
-    name = heaviest(model, x)
-    for module in model.modules():
-        module._forward_pre_hooks.clear()
-        module._forward_hooks.clear()
-    return name
-
-
-def heaviest_by_slice(model, x):
-    new, seen = Counter(), set()
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in saved:
-        if record.storage not in seen and not record.owner:
-            new[record.module] += record.bytes
-        seen.add(record.storage)
-    return max(new, key=new.get)
-
-
-def heaviest_ran_twice(model, x):
-    model(x)
-    return heaviest(model, x)
-
-
-def heaviest_by_default(model, x, new=Counter()):  # noqa: B006
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in {record.storage: record for record in reversed(list(saved)) if not record.owner}.values():
-        new[record.module] += record.storage_bytes
-    return max(new, key=new.get)
-
-
-def heaviest_grad_left_off(model, x):
-    name = heaviest(model, x)
-    torch.set_grad_enabled(False)
-    return name
-
-
-HEAVIEST = Exercise(
-    "31.C",
-    examine_heaviest,
-    heaviest,
-    {
-        **{reason: _measured(reason) for reason, _, _ in WRONG_MEASURES},
-        "other_module": lambda model, x: list(dict(model.named_modules()))[2],
-        "unknown_name": lambda model, x: "layer9",
-        "no_name": lambda model, x: "",
-        "mode_changed": lambda model, x: heaviest(model.eval(), x),
-        "left_behind": heaviest_left_behind,
-        "removed_others": heaviest_and_clear,
-        "only_the_slice": heaviest_by_slice,
-        "with_buffers": heaviest_with_buffers,
-        "one_operation": heaviest_by_operation,
-        "ran_twice": heaviest_ran_twice,
-        "from_before": heaviest_by_default,
-        "grad_left_off": heaviest_grad_left_off,
-        "not_a_name": lambda model, x: model.get_submodule(heaviest(model, x)),
-        "returned_nothing": lambda model, x: print(end=heaviest(model, x)[:0]),
-    },
-    zh="先知道是谁，才知道该从哪里省起。",
-    en="Knowing who it is comes before deciding where to spare.",
-)
+HEAVIEST = Exercise("31.C", examine_heaviest, heaviest)
 
 # ---- 31.D: the same gradient, half the bytes ----
+
 
 SMALL = 1024  # bytes; scalars do not count
 
@@ -950,25 +586,12 @@ def examine_lean(answer):
     want, wanted_from, most = _large_bytes(wasteful)
     got, arguments, held = _large_bytes(answer)
     if got is None:
-        refuse(
-            "returned_nothing",
-            zh="函数返回了 `None`，应当返回一个张量。",
-            en="The function returned `None`; a tensor is wanted.",
-        )
-    expect_like(got, want.detach(), "返回值", "what is returned")
+        refuse("returned_nothing")
+    expect_like(got, want.detach())
     if not got.requires_grad:
-        refuse(
-            "no_graph",
-            zh="数值对了，可是结果不带计算图：一个字节也没存，反向也做不了。",
-            en="The values are right, but there is no graph behind them: nothing is saved, and there is no backward either.",
-        )
+        refuse("no_graph")
     if not torch.allclose(got, want, rtol=1e-9, atol=1e-12):
-        refuse(
-            "rounded",
-            zh="数值只对到 7 位左右：中间是不是换成了精度更低的类型？省下来的是精度，这一题要一样的数值。",
-            en="The values agree to some 7 digits only: was there a dtype of lower precision on the way? That spares precision; here "
-            "the values should be the same.",
-        )
+        refuse("rounded")
     weight = torch.linspace(0.5, 1.5, 10_000, dtype=torch.float64)
     (want * weight).sum().backward()
     (got * weight).sum().backward()
@@ -980,21 +603,10 @@ def examine_lean(answer):
                 en=f"`{name}` received no gradient.",
             )
         if not torch.allclose(tensor.grad, wanted.grad, rtol=1e-6, atol=1e-9):
-            refuse(
-                "wrong_gradient",
-                zh=f"数值对了，可是 `{name}` 的梯度和原来的不同。",
-                en=f"The values are right, but the gradient of `{name}` is not what it was.",
-            )
+            refuse("wrong_gradient", name=name)
     size = arguments[0].nbytes
     if held < size:
-        refuse(
-            "out_of_sight",
-            zh="数值和梯度都对，可是 `saved_tensors` 看到的不到一个 `x`：反向要用的，放在了它看不见的地方（`ctx` 的属性、列表、闭包、你自己的一对钩子）。"
-            "看不见的也可能占内存，还不受检查（第 4 节）。让 autograd 来存；自己写的操作用 `ctx.save_for_backward`。",
-            en="Values and gradients are right, but `saved_tensors` sees less than one `x`: what backward needs is where it cannot "
-            "see (attributes of `ctx`, a list, a closure, a pair of hooks of your own). Out of sight it may take memory too, and "
-            "nobody checks it (section 4). Let autograd save it; an operation of your own does so by `ctx.save_for_backward`.",
-        )
+        refuse("out_of_sight")
     if held > most / 2:
         refuse(
             f"still_{held // size}",
@@ -1003,118 +615,9 @@ def examine_lean(answer):
             "After `with saved_tensors() as saved: lean(...)`, `saved.table()` shows by whom.",
         )
     if (again := _most_in_backward(answer, weight)) > most / 2:
-        refuse(
-            "saved_again",
-            zh=f"数值和梯度都对，前向存的也少，可是反向又带着计算图做了一遍计算，连同前向留下的，最多时同时存着相当于 {again / size:g} 个 `x`，"
-            f"原来是 {most // size} 个：只是推迟，没有减半。重算是 35 的办法，这一题用不着。",
-            en="Values and gradients are right, and forward saves little, but backward computes with a graph once more, and together "
-            f"with what forward has left as much as {again / size:g} times `x` is saved at a time; it was {most // size}: put off, not "
-            "halved. Computing again is the way of 35; here you can do without.",
-        )
+        refuse("saved_again", again=again / size, most=most // size)
 
 
-def _half_precision(x, gain, scale):
-    return lean(x.float(), gain.float(), scale.float()).double()
+LEAN = Exercise("31.D", examine_lean, lean)
 
-
-class _OnCtx(torch.autograd.Function):
-    """Four memories of the size of `x`, as attributes of `ctx`."""
-
-    @staticmethod
-    def forward(ctx, x, gain, scale):
-        ctx.given, ctx.power = (x, gain, scale), torch.exp(gain * x * scale)
-        ctx.inside = 1 + ctx.power
-        return torch.log(ctx.inside)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, gain, scale = ctx.given
-        grad = grad * ctx.power / ctx.inside
-        return grad * gain * scale, (grad * x * scale).sum(), (grad * x * gain).sum()
-
-
-def _product_kept(x, gain, scale):
-    """Two memories of the size of `x` from forward, and two more in backward."""
-    inside = gain * scale * x
-    return checkpoint(lambda inside: torch.log(1 + torch.exp(inside)), inside, use_reentrant=False)
-
-
-class _FormulaWithGraph(torch.autograd.Function):
-    """Backward runs no forward again; its own formula makes a graph."""
-
-    @staticmethod
-    def forward(ctx, x, gain, scale):
-        ctx.save_for_backward(x, gain, scale)
-        return lean(x, gain, scale)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, gain, scale = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad():
-            power = torch.exp(-gain * x * scale)
-            grad = grad / (1 + power)
-        return grad * gain * scale, (grad * x * scale).sum(), (grad * x * gain).sum()
-
-
-LEAN = Exercise(
-    "31.D",
-    examine_lean,
-    lean,
-    {
-        "still_4": wasteful,
-        "rounded": _half_precision,
-        "still_3": lambda x, gain, scale: F.softplus(gain * x * scale),
-        "saved_again": lambda *given: checkpoint(wasteful, *given, use_reentrant=False),
-        "out_of_sight": lambda x, gain, scale: _OnCtx.apply(x, gain, scale),
-        "no_graph": lambda x, gain, scale: torch.no_grad()(lean)(x, gain, scale),
-        "no_gradient_x": lambda x, gain, scale: lean(x.detach(), gain, scale),
-        "no_gradient_gain": lambda x, gain, scale: lean(x, gain.item(), scale),
-        "no_gradient_scale": lambda x, gain, scale: lean(x, gain, scale.detach()),
-        "wrong_values": lambda x, gain, scale: F.softplus(gain * x) * scale,
-        "wrong_shape": lambda x, gain, scale: lean(x, gain, scale).sum(),
-        "wrong_dtype": lambda x, gain, scale: lean(x.float(), gain, scale),
-        "wrong_gradient": lambda x, gain, scale: (
-            lean(x.detach(), gain, scale) + 0 * x + (x - x.detach()) * gain.detach()
-        ),
-        "returned_nothing": lambda x, gain, scale: print(end=str(lean(x, gain, scale))[:0]),
-    },
-    zh="数值不变，内存至多一半。最短的写法：先乘小的，再乘大的；一次调用代替几次。",
-    en="The same values in at most half the memory. The shortest way: multiply what is small first, and make one call of several.",
-)
-
-CHECKS = [
-    Prediction(
-        "31.1",
-        zh="留不留，看这一步的导数里有没有它。只有 `hidden * hidden` 的导数含有它；`exp` 用的是自己的结果。",
-        en="It stays only if the derivative of this step contains it. That of `hidden * hidden` does; that of `exp` contains its "
-        "own result.",
-    ),
-    Prediction(
-        "31.2",
-        zh="3 次乘法，每次存两个操作数，一共 6 次，每次 4,000 字节。同一个张量作了两个操作数，就存两次。",
-        en="3 products, each saving both factors: 6 saves of 4,000 bytes. A tensor that is both factors is saved twice.",
-    ),
-    Prediction(
-        "31.3",
-        zh="存的是一个 4,000 字节的切片。切片是视图，它的存储就是整张表：留住一行，就留住了 1,000 行。"
-        "写成 `table[:1].clone().sin()`，留住的才只有 4,000 字节。",
-        en="What is saved is a slice of 4,000 bytes. A slice is a view, and its storage is the whole table: who holds one row "
-        "holds all 1,000. With `table[:1].clone().sin()` it would be 4,000 bytes.",
-    ),
-    Prediction(
-        "31.4",
-        zh="`eval()` 不关 autograd：卷积和 BatchNorm 照样存输入，ReLU 照样存结果。少掉的 1 %，是 BatchNorm 每批算出来的均值和标准差的倒数。",
-        en="`eval()` does not switch autograd off: convolution and batch norm save their inputs, ReLU its result, as before. The "
-        "1 % that is gone are the mean and the inverse standard deviation that batch norm computes of each batch.",
-    ),
-    Prediction(
-        "31.5",
-        zh="一样多。BatchNorm 存的是自己的输入，它的输出没有人要：原地就被改写，不原地就马上释放，留住的都只有 ReLU 的结果。",
-        en="The same. Batch norm saves its input, and nobody wants its output: in place it is overwritten, otherwise freed at once, "
-        "and what is held is the result of ReLU in both cases.",
-    ),
-    HELD,
-    NEEDED,
-    HEAVIEST,
-    LEAN,
-]
+EXERCISES = [HELD, NEEDED, HEAVIEST, LEAN]

@@ -3,7 +3,7 @@
 import gc
 import itertools
 import weakref
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import SimpleNamespace
 
@@ -14,33 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hooklab._support.packing import outer_hooks
-from hooklab.course.check import Exercise, Prediction, Refused, expect_like, refuse, said
+from hooklab.course.check import Exercise, Refused, expect_like, refuse, said
 from hooklab.course.reachable import within
-
-HOOKS = Prediction(
-    "35.1",
-    zh="前向 16 次，重算 15 次：最后一层算到一半，检查点就把前向停了，它的钩子没来得及触发。下面看 `trace` 怎么说。",
-    en="16 in forward and 15 while recomputing: half-way through the last layer the checkpoint stops the forward, and the hook "
-    "of that layer never fires. See below what `trace` says.",
-)
-BATCHES = Prediction(
-    "35.2",
-    zh="重算也是一次前向，BatchNorm 分不清：同一批数据，它数了两次，统计量也更新了两次。可重入和不可重入都这样。",
-    en="Recomputing is a forward like any other to batch norm: one batch is counted twice, and the statistics are updated "
-    "twice. Both versions do so.",
-)
-KEYWORD = Prediction(
-    "35.3",
-    zh="只有 `x`。位置参数由检查点存成已保存张量，外面的钩子看得见；关键字参数留在它的闭包里，谁也看不见。",
-    en="Only `x`. The checkpoint stores positional arguments as saved tensors, which the hooks outside see; keyword arguments "
-    "stay in its closure, where nobody sees them.",
-)
-SEGMENTS = Prediction(
-    "35.4",
-    zh="比不用还多。每层一段，就要存除最后一层以外每层的输入，其中近一半普通训练本来不存。段数不是越多越好，看下面的图。",
-    en="More than without. With a segment for each layer the input of every layer but the last is held, and nearly half of these plain training "
-    "would not store. More segments are not better: see the picture below.",
-)
 
 
 class _Block(nn.Module):
@@ -84,18 +59,10 @@ def _gradients(block: nn.Module, *more: Tensor) -> list[Tensor]:
 
 def _examine_output(y, want):
     if y is None:
-        refuse(
-            "returned_nothing",
-            zh="函数返回了 `None`，应当返回 `block(x)` 的结果。",
-            en="The function returned `None`; the result of `block(x)` is wanted.",
-        )
-    expect_like(y, want, "返回值", "what is returned")
+        refuse("returned_nothing")
+    expect_like(y, want)
     if not y.requires_grad:
-        refuse(
-            "no_graph",
-            zh="返回值没有计算图，反向走不下去：第一遍前向要开着梯度。",
-            en="What is returned has no graph, so there is no backward: the first forward needs gradients on.",
-        )
+        refuse("no_graph")
 
 
 def _called(answer, block, x):
@@ -108,57 +75,31 @@ def _called(answer, block, x):
             torch._C._autograd._pop_saved_tensors_default_hooks()
             left += 1
     if left:
-        refuse(
-            "hooks_left",
-            zh="函数返回以后，你的已保存张量钩子还开着，后面所有的运算都会经过它。",
-            en="After your function has returned its saved-tensor hooks are still open; every later operation passes them.",
-        )
+        refuse("hooks_left")
     return y
 
 
 def _examine_checkpointed(block: _Block):
     """After forward: one run, and nothing of it is kept."""
     if len(block.runs) != 1:
-        refuse(
-            "forwards",
-            zh=f"反向还没开始，`block` 就运行了 {len(block.runs)} 次，应当是 1 次。",
-            en=f"Before backward has begun `block` has run {len(block.runs)} times; once is wanted.",
-        )
+        refuse("forwards", count_block_runs=len(block.runs))
     if alive := block.alive(0):
-        refuse(
-            "nothing_saved",
-            zh=f"前向之后，{len(block.runs[0])} 个中间激活值里还有 {alive} 个占着内存：这就不是检查点了。看看你的 `pack` 返回了什么，又往别处记了什么。",
-            en=f"After forward {alive} of {len(block.runs[0])} activations in the middle are still in memory, so this is no "
-            "checkpoint. See what your `pack` returns, and what it notes elsewhere.",
-        )
+        refuse("nothing_saved", count_block_runs=len(block.runs[0]), alive=alive)
 
 
 def _examine_runs(block: _Block, want: int):
     if len(block.runs) != want:
-        refuse(
-            "recomputed_often",
-            zh=f"前向 1 次、反向 {want - 1} 次，`block` 应当运行 {want} 次，实际运行了 {len(block.runs)} 次。",
-            en=f"For 1 forward and {want - 1} backward, `block` should run {want} times; it ran {len(block.runs)} times.",
-        )
+        refuse("recomputed_often", want=want - 1, want2=want, count_block_runs=len(block.runs))
 
 
 def _examine_freed(block: _Block):
     if alive := block.alive(1):
-        refuse(
-            "leaked",
-            zh=f"反向结束，返回值也删了，重算出来的激活值还有 {alive} 个占着内存：要么是 `gc` 收不走的引用环，要么有什么比这次调用活得更久。",
-            en=f"Backward is over and the result is gone, yet {alive} recomputed activations stay in memory: held in a "
-            "reference cycle that `gc` cannot free, or by something that outlives the call.",
-        )
+        refuse("leaked", alive=alive)
 
 
 def _examine_gradients(got, want, reason, zh, en):
     if len(got) == len(want) and any(left is None and right is not None for left, right in zip(got, want, strict=True)):
-        refuse(
-            "gradient_missing",
-            zh="反向之后，有的参数或者 `x` 根本没有梯度：`x` 是不是 `detach` 过？",
-            en="After backward a parameter, or `x`, has no gradient at all: was `x` put through `detach`?",
-        )
+        refuse("gradient_missing")
     if any(left is None for left in got) or not all(map(torch.allclose, got, want)):
         refuse(reason, zh=zh, en=en)
 
@@ -250,38 +191,17 @@ def examine_faithful(answer):
         if dropout and isinstance(y, Tensor) and y.shape == want.shape and not torch.allclose(y, want):
             begin, end, *_, true_begin, true_end = block.states
             if torch.equal(begin, true_begin) and (torch.equal(end, true_end) or not block.draws[0]):
-                refuse(
-                    "other_dropout",
-                    zh="`block` 里没有 dropout，返回值是对的；有了 dropout，就和普通训练不同，而第一遍前向开始时，随机数的状态并没有错："
-                    "dropout 关掉了，还是做了两遍？",
-                    en="With no dropout in `block`, what is returned is right; with dropout it differs from plain training, though the "
-                    "random state is right when the first forward begins: is dropout off, or done twice?",
-                )
-            refuse(
-                "other_numbers",
-                zh="`block` 里没有 dropout，返回值是对的；有了 dropout，就和普通训练不同：第一遍前向抽到的，已经不是普通训练会抽到的那些"
-                "随机数。抽之前，谁动过随机数的状态？",
-                en="With no dropout in `block`, what is returned is right; with dropout it differs from plain training: the first forward no "
-                "longer draws the random numbers that plain training draws. What has touched the random state before that?",
-            )
+                refuse("other_dropout")
+            refuse("other_numbers")
         _examine_output(y, want)
         _examine_checkpointed(block)
     for seed, grad in ((1, True), (2, True), (3, False)):
         want = _train(lambda block, x: block(x), seed, grad=grad, draw_between=True)
         got = _train(answer, seed, grad=grad, draw_between=True)
         if not got.y.requires_grad:
-            refuse(
-                "no_gradient",
-                zh="`x` 不需要梯度时，返回值没有计算图，参数也就得不到梯度。",
-                en="With an `x` that needs no gradient, what is returned has no graph, and parameters get no gradient.",
-            )
+            refuse("no_gradient")
         if not torch.allclose(got.kept, want.kept):
-            refuse(
-                "same_mask",
-                zh="换一个种子，输出应当跟着变；你的输出和没有检查点时不一样。第一遍前向不该动随机数的状态。",
-                en="With another seed the output should change along; yours differs from the one without a checkpoint. Leave the "
-                "random state alone in the first forward.",
-            )
+            refuse("same_mask")
         _examine_runs(got.block, 2)
         _examine_gradients(
             got.gradients,
@@ -292,18 +212,9 @@ def examine_faithful(answer):
             "When is the state stored, and when put back?",
         )
         if not torch.equal(got.between, want.between):
-            refuse(
-                "disturbs_forward",
-                zh="前向刚结束，全局随机数就和没有检查点时不一样了。",
-                en="Right after forward the global random numbers already differ from those without a checkpoint.",
-            )
+            refuse("disturbs_forward")
         if not torch.equal(got.after, want.after):
-            refuse(
-                "disturbs",
-                zh="梯度对了，但是反向之后再抽随机数，和没有检查点时不一样：重算动了全局的状态，没有还原。",
-                en="The gradients are right; but random numbers drawn after backward differ from those without a checkpoint: "
-                "recomputing has moved the global state and not put it back.",
-            )
+            refuse("disturbs")
         block = got.block
         del got, want
         _examine_freed(block)
@@ -318,12 +229,7 @@ def _examine_drawn_first(answer):
     y = answer(drop, ones)
     y.sum().backward()
     if ones.grad is None or not torch.equal(y, ones.grad):
-        refuse(
-            "state_too_late",
-            zh="`block` 只有一个 `nn.Dropout`，先抽随机数、后存张量，梯度就不对了。状态是在前向开始之前存的吗？",
-            en="With a `block` that is one `nn.Dropout`, and so draws before it saves anything, the gradients are wrong. Was the state "
-            "stored before the forward began?",
-        )
+        refuse("state_too_late")
 
 
 def _examine_by_hand(answer, *, dropout):
@@ -333,168 +239,10 @@ def _examine_by_hand(answer, *, dropout):
         answer(block, x)
     seen = any(pair and pair[0].__module__ == "torch.utils.checkpoint" for pair in packs)
     if seen:
-        refuse(
-            "ready_made",
-            zh="都对，可是 `block` 运行时，开着的是 torch 现成的 `checkpoint` 自己的钩子。这一题要用打包和解包来写，从 `handmade` 改起。",
-            en="All right, but while `block` runs the hooks that are open are those of torch's own `checkpoint`. Here it is to be written "
-            "out of pack and unpack; begin with `handmade`.",
-        )
+        refuse("ready_made")
 
 
-def stores_too_late(block, x):
-    again, number, state = [], itertools.count(), []
-
-    def pack(tensor):
-        if not state:
-            state.append(torch.get_rng_state())
-        return next(number)
-
-    def unpack(index):
-        if not again:
-            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-            with _random_as(state[0]), torch.enable_grad(), collect:
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(pack, unpack):
-        return block(x)
-
-
-def forgets(block, x):
-    return _by_hand(block, x, nullcontext())
-
-
-def seeds_both(block, x):
-    torch.manual_seed(0)
-    return _by_hand(block, x, _random_as(torch.get_rng_state()))
-
-
-def without_dropout(block, x):
-    block.eval()
-    y = faithful(block, x)
-    block.train()
-    return y
-
-
-def seeds_again(block, x):
-    torch.manual_seed(torch.initial_seed())
-    return faithful(block, x)
-
-
-def faithful_keeps(block, x):
-    with saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-        return block(x)
-
-
-def without_enable_grad(block, x):
-    again, number, state = [], itertools.count(), torch.get_rng_state()
-
-    def unpack(index):
-        if not again:
-            with saved_tensors_hooks(lambda t: again.append(t.detach()), print):
-                torch.set_rng_state(state)
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def recomputes_each_time(block, x):
-    number, state = itertools.count(), torch.get_rng_state()
-
-    def unpack(index):
-        again = []
-        collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-        with _random_as(state), torch.enable_grad(), collect:
-            block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def faithful_no_graph(block, x):
-    with torch.no_grad():
-        return block(x)
-
-
-def faithful_leaves_hooks(block, x):
-    hooks = saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
-    hooks.__enter__()
-    return block(x)
-
-
-def leaks(block, x):
-    again, number, state = [], itertools.count(), torch.get_rng_state()
-
-    def unpack(index):
-        if not again:
-            with _random_as(state), torch.enable_grad(), saved_tensors_hooks(again.append, print):
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def reentrant(block, x):
-    return checkpoint(block, x, use_reentrant=True)
-
-
-def draws_in_forward(block, x):
-    state = torch.get_rng_state()
-    y = _by_hand(block, x, _random_as(state))
-    torch.set_rng_state(state)
-    return y
-
-
-def one_state_for_all(block, x):
-    _LAST["state"] = torch.get_rng_state()
-    again, number = [], itertools.count()
-
-    def unpack(index):
-        if not again:
-            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-            with _random_as(_LAST["state"]), torch.enable_grad(), collect:
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-_LAST: dict = {}
-
-
-FAITHFUL = Exercise(
-    "35.A",
-    examine_faithful,
-    faithful,
-    {
-        "wrong_mask": forgets,
-        "state_too_late": stores_too_late,
-        "gradient_missing": lambda block, x: faithful(block, x.detach()),
-        "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
-        "disturbs": lambda block, x: _by_hand(block, x, _random_as(torch.get_rng_state(), fork=False)),
-        "disturbs_forward": draws_in_forward,
-        "leaked": leaks,
-        "no_gradient": reentrant,
-        "mixed_up": one_state_for_all,
-        "wrong_values": lambda block, x: faithful(block, faithful(block, x)),
-        "other_numbers": seeds_both,
-        "other_dropout": without_dropout,
-        "same_mask": seeds_again,
-        "nothing_saved": faithful_keeps,
-        "recomputed_often": recomputes_each_time,
-        "raised": without_enable_grad,
-        "no_graph": faithful_no_graph,
-        "hooks_left": faithful_leaves_hooks,
-        "returned_nothing": lambda block, x: print(end=str(faithful(block, x))[:0]),
-    },
-    zh="抽到的是同一批随机数，别人的也没打乱。",
-    en="The same numbers are drawn, and nobody else's are disturbed.",
-)
+FAITHFUL = Exercise("35.A", examine_faithful, faithful)
 
 # ---- 35.B: the cheapest plan under a budget ----
 
@@ -566,49 +314,27 @@ def examine_cheapest(answer):
                 plan = answer(count, dict(network.layers), budget)
             except ValueError as error:
                 best = cheapest(network, network.layers, budget)
-                refuse(
-                    "gave_up",
-                    zh=f"层是 `{network.layers}`、预算 {budget} 字节时，`{best}` 放得下，却抛出了 `{said(error)}`：从 1 到块数，每种大小都试了吗？",
-                    en=f"For the layers `{network.layers}` and a budget of {budget} bytes `{best}` fits, yet raised was `{said(error)}`: is "
-                    "every size tried, from 1 to the number of blocks?",
-                )
+                refuse("gave_up", network_layers=network.layers, budget=budget, best=best, error=error)
             _examine_plan(network, budget, plan, asked)
         try:
             got = answer(count, dict(network.layers), peaks[0] - 1)
         except ValueError:
             continue
         except Exception as error:
-            refuse(
-                "other_error",
-                zh=f"没有方案放得下时，应当抛出 `ValueError`，抛出的却是 `{type(error).__name__}`。",
-                en=f"When no plan fits a `ValueError` is wanted; raised was `{type(error).__name__}`.",
-            )
-        refuse(
-            "no_error",
-            zh=f"没有方案放得下时，应当抛出 `ValueError`，函数却返回了 `{got}`。",
-            en=f"When no plan fits a `ValueError` is wanted; `{got}` came back.",
-        )
+            refuse("other_error", error=error)
+        refuse("no_error", got=got)
 
 
 def _examine_plan(network, budget, plan, asked):
     if not isinstance(plan, dict):
-        refuse(
-            "wrong_type",
-            zh=f"应当返回一个字典，得到的是 `{type(plan).__name__}`。",
-            en=f"A dictionary is wanted; found `{type(plan).__name__}`.",
-        )
+        refuse("wrong_type", plan=plan)
     bad = {
         name: size
         for name, size in plan.items()
         if name not in network.layers or isinstance(size, bool) or not isinstance(size, Integral) or size < 1
     }
     if bad:
-        refuse(
-            "unfit",
-            zh=f"`checkpoint_segments` 不收这样的方案：`{bad}`。不做检查点的层不要写进去，块数至少为 1。",
-            en=f"`checkpoint_segments` takes no such plan: `{bad}`. A layer without checkpoints is not in it, and numbers are 1 "
-            "or more.",
-        )
+        refuse("unfit", bad=bad)
     held, peak, work = network(plan)
     best = cheapest(network, network.layers, budget)
     _, best_peak, best_work = network(best)
@@ -623,94 +349,17 @@ def _examine_plan(network, budget, plan, asked):
     if (work, peak) == (best_work, best_peak):
         return
     if network(best)[1:] not in asked:
-        refuse(
-            "never_asked",
-            zh=f"层是 `{network.layers}`、预算 {budget} 字节时，`{best}` 也放得下，比你的方案 `{plan}` 更好，你却没有问过 `count`："
-            "每一层不做检查点，还有从 1 到块数的每种大小，都试了吗？",
-            en=f"For the layers `{network.layers}` and a budget of {budget} bytes `{best}` fits too and is better than your plan `{plan}`, "
-            "yet `count` was never asked about it: is each layer tried without checkpoints, and with every size from 1 to the number of "
-            "blocks?",
-        )
+        refuse("never_asked", network_layers=network.layers, budget=budget, best=best, plan=plan)
     if peak < best_peak == budget and network(plan)[1:] == network(cheapest(network, network.layers, budget - 1))[1:]:
-        refuse(
-            "exact_budget",
-            zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}；有的方案只要重算 {best_work}，峰值正好等于预算。它放得下吗？",
-            en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}; another recomputes {best_work}, with a peak that is "
-            "exactly the budget. Does it fit?",
-        )
+        refuse("exact_budget", budget=budget, plan=plan, work=work, best_work=best_work)
     if work > best_work:
         refuse(
-            "too_much_work",
-            zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}，峰值是 {peak}；有的方案也放得下，峰值是 {best_peak}，只要重算 {best_work}。",
-            en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}, with a peak of {peak}; another fits too, with a peak of "
-            f"{best_peak}, and recomputes {best_work}.",
+            "too_much_work", budget=budget, plan=plan, work=work, peak=peak, best_peak=best_peak, best_work=best_work
         )
-    refuse(
-        "higher_peak",
-        zh=f"预算 {budget} 字节，你的方案 `{plan}` 要重算 {work}，已经最少；但同样的重算量，峰值可以比 {peak} 更低。",
-        en=f"For a budget of {budget} bytes your plan `{plan}` recomputes {work}, which is the least; but for the same work there is a peak "
-        f"lower than {peak}.",
-    )
+    refuse("higher_peak", budget=budget, plan=plan, work=work, peak=peak)
 
 
-def _chosen(key, *, fits=lambda cost, budget: cost[1] <= budget, sizes=lambda n: range(n + 1), keep_zero=False):
-    """A wrong answer: another key, another test, other sizes."""
-
-    def answer(count, layers, budget):
-        plans = [
-            {name: size for name, size in zip(layers, chosen, strict=True) if size or keep_zero}
-            for chosen in itertools.product(*[sizes(n) for n in layers.values()])
-        ]
-        fitting = [plan for plan in plans if fits(count(plan), budget)]
-        if not fitting:
-            raise ValueError("nothing fits")
-        return min(fitting, key=lambda plan: key(count(plan)))
-
-    return answer
-
-
-def returns_none(count, layers, budget):
-    try:
-        return cheapest(count, layers, budget)
-    except ValueError:
-        return None
-
-
-def index_error(count, layers, budget):
-    try:
-        return cheapest(count, layers, budget)
-    except ValueError:
-        return [][0]
-
-
-def empties_the_layers(count, layers, budget):
-    names = {}
-    while layers:
-        name, blocks = layers.popitem()
-        names = {name: blocks, **names}
-    return cheapest(count, names, budget)
-
-
-CHEAPEST = Exercise(
-    "35.B",
-    examine_cheapest,
-    cheapest,
-    {
-        "changed_given": empties_the_layers,
-        "over_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[0] <= budget),
-        "too_much_work": _chosen(lambda cost: cost[1:]),
-        "higher_peak": _chosen(lambda cost: cost[2]),
-        "exact_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[1] < budget),
-        "never_asked": _chosen(lambda cost: cost[:0:-1], sizes=range),
-        "unfit": _chosen(lambda cost: cost[:0:-1], keep_zero=True),
-        "no_error": returns_none,
-        "gave_up": _chosen(lambda cost: cost[:0:-1], sizes=lambda n: [s for s in range(n + 1) if not s or not n % s]),
-        "other_error": index_error,
-        "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
-    },
-    zh="先看峰值放不放得下，再比重算，最后比峰值。",
-    en="First whether the peak fits, then the work, then the peak.",
-)
+CHEAPEST = Exercise("35.B", examine_cheapest, cheapest)
 
 # ---- 35.C: a checkpoint that frees what it has handed out ----
 
@@ -736,7 +385,6 @@ def _frugal_where(missing):
 
 
 frugal = _frugal_where(lambda index, again: index not in again)
-frugal_if_empty = _frugal_where(lambda index, again: not again)
 
 
 def examine_frugal(answer):
@@ -765,30 +413,15 @@ def examine_frugal(answer):
         raise
     _examine_runs(block, 2)
     if alive[2]:
-        refuse(
-            "kept_recomputed",
-            zh=f"反向快结束时，重算出来的 {len(block.runs[1])} 个激活值里，还有 {alive[2]} 个占着内存，而它们早已用完。",
-            en=f"Near the end of backward {alive[2]} of the {len(block.runs[1])} recomputed activations are still in memory, though "
-            "they were used long before.",
-        )
+        refuse("kept_recomputed", count_block_runs=len(block.runs[1]), alive=alive[2])
     if alive[1] > 1:
-        refuse(
-            "freed_at_the_end",
-            zh=f"反向走到中间一层时，重算出来的 {len(block.runs[1])} 个激活值还都占着内存，其中一个已经用完：不是交出一个，放掉一个。",
-            en=f"When backward is half-way, all {len(block.runs[1])} recomputed activations are still in memory, though one has "
-            "been used: each should go as it is handed out.",
-        )
+        refuse("freed_at_the_end", count_block_runs=len(block.runs[1]))
     for tensor in (*block.parameters(), x):
         tensor.grad = None
     try:
         loss.backward()
     except Exception as error:
-        refuse(
-            "second_raised",
-            zh=f"第一次反向没有问题；`retain_graph=True` 之后的第二次反向，抛出了 `{said(error)[:120]}`。第一次已经交出去的，它还会再要。",
-            en=f"The first backward is fine; the second, after `retain_graph=True`, raised `{said(error)[:120]}`. It asks again for what "
-            "the first was given.",
-        )
+        refuse("second_raised", error=said(error)[:120])
     _examine_gradients(
         _gradients(block, x),
         true,
@@ -877,12 +510,7 @@ def _examine_next(answer):
     except (LookupError, RuntimeError, TypeError):
         got = []
     if not got or not all(map(torch.equal, got, want)):
-        refuse(
-            "left_from_before",
-            zh="第一个 `block` 只求了中间一层的梯度；接着换一个 `block`，梯度就错了：上一次没取走的还在。它存在哪里？",
-            en="Of a first `block` only the gradient of a layer in the middle was asked for; with another `block` after that the gradients "
-            "are wrong: what was left of the first is still there. Where is it stored?",
-        )
+        refuse("left_from_before")
     _examine_freed(first)
 
 
@@ -897,150 +525,10 @@ def _examine_partial(answer, true):
     except (LookupError, RuntimeError, TypeError):
         found = []
     if len(found) != len(true) or not all(map(torch.equal, found, true)):
-        refuse(
-            "partial_backward",
-            zh="第一次反向只求了最后一层的梯度，第二次反向就错了：当时交出去的又有人要，而手里还剩着别的。",
-            en="After a first backward that asked for the gradient of the last layer only, a second one went wrong: what was handed "
-            "out then is wanted again, while something else is still left.",
-        )
+        refuse("partial_backward")
 
 
-def _frugal_list(take):
-    def answer(block, x):
-        again, number = [], itertools.count()
-
-        def unpack(index):
-            if not again:
-                collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-                with torch.enable_grad(), collect:
-                    block(x)
-            return take(again, index)
-
-        with saved_tensors_hooks(lambda t: next(number), unpack):
-            return block(x)
-
-    return answer
-
-
-def never_again(block, x):
-    again, done, number = {}, [], itertools.count()
-
-    def unpack(index):
-        if not done:
-            done.append(True)
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def frees_at_the_end(block, x):
-    again, wanted, number = {}, set(), itertools.count()
-
-    def unpack(index):
-        if not again:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-            wanted.update(again)
-        found = again[index]
-        wanted.discard(index)
-        if not wanted:
-            again.clear()
-        return found
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def the_last_block(block, x):
-    """Recomputes whichever block came last."""
-    _LAST.update(block=block, x=x)
-    again, number = {}, itertools.count()
-
-    def unpack(index):
-        if index not in again:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                _LAST["block"](_LAST["x"])
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-_AGAIN: dict = {}
-
-
-def frugal_in_a_global(block, x):
-    number = itertools.count()
-
-    def unpack(index):
-        if index not in _AGAIN:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: _AGAIN.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-        return _AGAIN.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def frugal_with_graphs(block, x):
-    again, number = {}, itertools.count()
-
-    def unpack(index):
-        if index not in again:
-            fresh = itertools.count()
-            with torch.enable_grad(), saved_tensors_hooks(lambda t: again.update({next(fresh): t}), print):
-                block(x)
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def runs_before(block, x):
-    with torch.no_grad():
-        block(x)
-    return frugal(block, x)
-
-
-FRUGAL = Exercise(
-    "35.C",
-    examine_frugal,
-    frugal,
-    {
-        "kept_recomputed": forgets,
-        "freed_at_the_end": frees_at_the_end,
-        "mixed_up": the_last_block,
-        "leaked": frugal_with_graphs,
-        "raised": _frugal_list(lambda again, index: again.pop(index)),
-        "other_shape": _frugal_list(lambda again, index: again.pop()),
-        "no_tensor": _frugal_list(lambda again, index: print(end="")),
-        "reshaped": _frugal_list(lambda again, index: again[index].t()),
-        "second_raised": never_again,
-        "recomputed_often": recomputes_each_time,
-        "partial_backward": frugal_if_empty,
-        "left_from_before": frugal_in_a_global,
-        "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
-        "gradient_missing": lambda block, x: frugal(block, x.detach()),
-        "forwards": runs_before,
-        "nothing_saved": faithful_keeps,
-        "no_graph": faithful_no_graph,
-        "hooks_left": faithful_leaves_hooks,
-        "returned_nothing": lambda block, x: print(end=str(frugal(block, x))[:0]),
-    },
-    zh="交出一个，放掉一个；图还留着，就再算一遍。",
-    en="Each goes as it is handed out; while the graph stays, it is computed again.",
-)
+FRUGAL = Exercise("35.C", examine_frugal, frugal)
 
 # ---- 35.D: buffers as after one forward ----
 
@@ -1129,18 +617,10 @@ def examine_buffers(answer):
     torch.manual_seed(0)
     pair = answer(_normed())
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        refuse(
-            "no_pair",
-            zh=f"应当返回两个上下文，得到的是 `{type(pair).__name__}`。",
-            en=f"Two contexts are wanted; found `{type(pair).__name__}`.",
-        )
+        refuse("no_pair", pair=pair)
     kinds = ", ".join(type(context).__name__ for context in pair)
     if not all(hasattr(context, "__enter__") and hasattr(context, "__exit__") for context in pair):
-        refuse(
-            "no_contexts",
-            zh=f"返回的两样东西不能用在 `with` 里，得到的是 `{kinds}`。忘了调用，还是忘了 `@contextmanager`？",
-            en=f"What is returned cannot be used with `with`; found `{kinds}`. Not called, or `@contextmanager` forgotten?",
-        )
+        refuse("no_contexts", kinds=kinds)
     for name, make, count in (("BatchNorm", _normed, 1), ("spectral norm", _spectral, 1)):
         _examine_step(name, make, count, answer)
     for name, make in (("BatchNorm", _normed), ("spectral norm", _spectral)):
@@ -1159,13 +639,7 @@ def _examine_errors(answer):
     block, x = _normed(), torch.randn(6, 4)
     arrived, _ = _arrived(answer(block)[0])
     if arrived != _ERROR:
-        refuse(
-            "forward_error",
-            zh=f"`block` 前向时一旦自己抛出 `{_ERROR}`，从第一个上下文出来的却是 `{arrived}`。它的 `__exit__` 返回了什么，又抛出了什么，"
-            "或者哪个 `except` 接住了它？",
-            en=f"If `block` raises `{_ERROR}` of its own in forward, what comes out of the first context is `{arrived}`. What does its "
-            "`__exit__` return, or raise, or which `except` has caught it?",
-        )
+        refuse("forward_error", error=_ERROR, arrived=arrived)
     first, second = answer(block)
     with first:
         block(x)
@@ -1203,13 +677,7 @@ def _examine_two_backwards(answer):
     except (AttributeError, RuntimeError, TypeError):
         got = None
     if not got or not all(map(torch.equal, got.gradients, want.gradients)) or not _same(got.buffers, want.buffers):
-        refuse(
-            "one_backward",
-            zh="前向一次，反向两次（`retain_graph=True`）：第二次出错了，或者结果不对。每次反向都要进一次第二个上下文，"
-            "而 `@contextmanager` 造出来的只能进一次（第 5 节）。",
-            en="One forward and two backwards (`retain_graph=True`): the second one fails, or its result is wrong. Each backward enters "
-            "the second context, and what `@contextmanager` makes can be entered once (section 5).",
-        )
+        refuse("one_backward")
 
 
 def _examine_step(name, make, count, answer):
@@ -1324,164 +792,6 @@ def _examine_copies(answer, where_zh, where_en):
         )
 
 
-def _second_only(block):
-    @contextmanager
-    def second():
-        now = _copies(block)
-        try:
-            yield
-        finally:
-            _put(block, now)
+BUFFERS = Exercise("35.D", examine_buffers, buffers_once)
 
-    return nullcontext(), second()
-
-
-def _no_finally(block):
-    found = {}
-
-    @contextmanager
-    def second():
-        now = _copies(block)
-        _put(block, found)
-        yield
-        _put(block, now)
-
-    return _note(block, found), second()
-
-
-def _puts_found_back(block):
-    found = {}
-
-    @contextmanager
-    def second():
-        _put(block, found)
-        try:
-            yield
-        finally:
-            _put(block, found)
-
-    return _note(block, found), second()
-
-
-def _entered_once(block):
-    found = {}
-
-    @contextmanager
-    def second():
-        now = _copies(block)
-        _put(block, found)
-        try:
-            yield
-        finally:
-            _put(block, now)
-
-    return _note(block, found), second()
-
-
-def by_state_dict(block):
-    found = {}
-
-    def copies():
-        return {name: value.clone() for name, value in block.state_dict().items()}
-
-    @contextmanager
-    def first():
-        found.update(copies())
-        yield
-
-    @contextmanager
-    def second():
-        now = copies()
-        block.load_state_dict(found)
-        try:
-            yield
-        finally:
-            block.load_state_dict(now)
-
-    return first(), second()
-
-
-def _momentum_zero(block):
-    first, second = buffers_once(block)
-
-    class Still:
-        def __enter__(self):
-            for module in block.modules():
-                if hasattr(module, "momentum"):
-                    module.momentum = 0.0
-            second.__enter__()
-
-        def __exit__(self, *exc_info):
-            second.__exit__(*exc_info)
-
-    return first, Still()
-
-
-def _restores_both(block):
-    @contextmanager
-    def either():
-        now = _copies(block)
-        try:
-            yield
-        finally:
-            _put(block, now)
-
-    return either(), either()
-
-
-def _swapped(block):
-    first, second = buffers_once(block)
-    return second, first
-
-
-def _keeping(start=_copies, now=_copies, *, swallow=(False, False)):
-    """A wrong answer: keeps other values, or swallows errors."""
-
-    def answer(block):
-        found = {}
-
-        class First:
-            def __enter__(self):
-                found.update(start(block))
-
-            def __exit__(self, *exc_info):
-                return swallow[0]
-
-        class Second:
-            def __enter__(self):
-                self.now = now(block)
-                _put(block, found)
-
-            def __exit__(self, *exc_info):
-                _put(block, self.now)
-                return swallow[1]
-
-        return First(), Second()
-
-    return answer
-
-
-BUFFERS = Exercise(
-    "35.D",
-    examine_buffers,
-    buffers_once,
-    {
-        "wrong_gradients": _second_only,
-        "wrong_buffers": _no_finally,
-        "never_updated": _puts_found_back,
-        "forward_changed": _restores_both,
-        "settings_changed": _momentum_zero,
-        "start_not_copied": _keeping(start=nn.Module.state_dict, now=nn.Module.state_dict),
-        "now_not_copied": _keeping(now=nn.Module.state_dict),
-        "forward_error": _keeping(swallow=(True, False)),
-        "recompute_error": _keeping(swallow=(False, True)),
-        "one_backward": _entered_once,
-        "no_pair": lambda block: buffers_once(block)[1],
-        "no_contexts": lambda block: (_note, _put),
-        "raised": _swapped,
-    },
-    zh="第二遍从同样的缓冲区出发，算完再放回去，一点痕迹也不留。",
-    en="The second run starts from the same buffers and leaves no trace in them.",
-)
-
-CHECKS = [HOOKS, BATCHES, KEYWORD, SEGMENTS, FAITHFUL, CHEAPEST, FRUGAL, BUFFERS]
+EXERCISES = [FAITHFUL, CHEAPEST, FRUGAL, BUFFERS]

@@ -1,0 +1,585 @@
+"""Answers to the exercises of notebook 22: wrong ones by the name of their refusal, and right ones."""
+
+import copy
+import warnings
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+from hooklab.course.check import Exercise, find
+from hooklab.course.checks.n22_backward_hooks import gradient_norms, guided_gradient, reverse
+
+
+def _relus(model):
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ReLU)]
+
+
+# How a wrong answer cleans up: always, only if nothing raises, never.
+def _then_remove(handles, run):
+    try:
+        return run()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _remove_if_it_works(handles, run):
+    result = run()
+    for handle in handles:
+        handle.remove()
+    return result
+
+
+def _leave(handles, run):
+    return run()
+
+
+# ---- 22.A: reverse the gradient that leaves a module, and no other ----
+
+
+def by_pre_hook(module, strength):
+    return module.register_full_backward_pre_hook(
+        lambda module, grad_output: tuple(grad * -strength for grad in grad_output)
+    )
+
+
+def by_input_tensor(module, strength):
+    def hang(module, args):
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                arg.register_hook(lambda grad: grad * -strength)
+
+    return module.register_forward_pre_hook(hang)
+
+
+def by_parameters(module, strength):
+    for param in module.parameters():
+        param.register_hook(lambda grad: grad * -strength)
+    return module.register_forward_hook(lambda *args: None)
+
+
+def by_legacy(module, strength):
+    return module.register_backward_hook(
+        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
+    )
+
+
+def by_grad_output(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_output)
+    )
+
+
+def reverse_bare(module, strength):
+    return module.register_full_backward_hook(lambda module, grad_input, _: grad_input[0] * -strength)
+
+
+def reverse_nothing(module, strength):
+    def hook(module, grad_input, grad_output):
+        tuple(grad * -strength for grad in grad_input)
+
+    return module.register_full_backward_hook(hook)
+
+
+def reverse_in_place(module, strength):
+    def hook(module, grad_input, grad_output):
+        for grad in grad_input:
+            if grad is not None:
+                grad.mul_(-strength)
+
+    return module.register_full_backward_hook(hook)
+
+
+def reverse_fails_on_none(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
+    )
+
+
+def reverse_whole_numbers(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
+    )
+
+
+def reverse_only_floats(module, strength):
+    def hook(module, grad_input, grad_output):
+        tensors = [grad for grad in grad_input if grad is not None]
+        if all(grad.is_floating_point() for grad in tensors):
+            return tuple(None if grad is None else grad * -strength for grad in grad_input)
+
+    return module.register_full_backward_hook(hook)
+
+
+def reverse_first(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: (grad_input[0] * -strength, *grad_input[1:])
+    )
+
+
+def reverse_sign(module, strength):
+    return module.register_full_backward_hook(
+        lambda module, grad_input, _: tuple(None if grad is None else grad * strength for grad in grad_input)
+    )
+
+
+def reverse_no_handle(module, strength):
+    reverse(module, strength)
+
+
+def reverse_once(module, strength):
+    def hook(module, grad_input, grad_output):
+        handle.remove()
+        return tuple(None if grad is None else grad * -strength for grad in grad_input)
+
+    handle = module.register_full_backward_hook(hook)
+    return handle
+
+
+def reverse_deaf(module, strength):
+    reverse(module, strength)
+    return nn.Linear(1, 1).register_forward_hook(lambda *args: None)
+
+
+def reverse_with_two(module, strength):
+    module.register_forward_hook(lambda *args: None)
+    return reverse(module, strength)
+
+
+def reverse_frozen(module, strength):
+    module.requires_grad_(False)
+    return reverse(module, strength)
+
+
+def reverse_by_global(module, strength):
+    _numbers.update(strength=strength)
+    return module.register_full_backward_hook(
+        lambda module, grad_input, _: tuple(
+            None if grad is None else grad * -_numbers["strength"] for grad in grad_input
+        )
+    )
+
+
+_numbers: dict[str, float] = {}  # of a wrong answer that keeps it in one place for all modules
+
+
+def reverse_everywhere(module, strength):
+    return nn.modules.module.register_module_full_backward_hook(
+        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
+    )
+
+
+def reverse_output(module, strength):
+    return module.register_forward_hook(lambda module, args, output: output * -strength)
+
+
+# ---- 22.B: how large is the gradient at the output of each ReLU, in place or not ----
+
+
+def _norms(
+    kinds=nn.ReLU,
+    measure=lambda grad: grad.norm().item(),
+    modules="named_modules",
+    backward=True,
+    clean_up=_then_remove,
+    guarded=True,
+):
+    """A family of answers that differ in one thing each."""
+
+    def answer(model, loss_fn):
+        norms, handles = {}, []
+        for name, module in getattr(model, modules)():
+            if isinstance(module, kinds):
+
+                def hang(module, args, output, name=name):
+                    if output.requires_grad or not guarded:
+                        output.register_hook(lambda grad: norms.update({name: measure(grad)}))
+
+                handles.append(module.register_forward_hook(hang))
+        clean_up(handles, lambda: loss_fn(model).backward() if backward else loss_fn(model))
+        return norms
+
+    return answer
+
+
+def _norms_by(register, look):
+    """Answers with a module hook that calls `look(name, *what the hook was given)` and returns what it returns."""
+
+    def answer(model, loss_fn):
+        norms = {}
+        handles = [
+            getattr(module, register)(lambda *given, name=name: look(norms, name, *given))
+            for name, module in _relus(model)
+        ]
+        _then_remove(handles, lambda: loss_fn(model).backward())
+        return norms
+
+    return answer
+
+
+def norms_last_name(model, loss_fn):
+    norms, handles = {}, []
+
+    def hang(module, args, output):
+        output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+    for name, module in model.named_modules():  # noqa: B007
+        if isinstance(module, nn.ReLU):
+            handles.append(module.register_forward_hook(hang))
+    _then_remove(handles, lambda: loss_fn(model).backward())
+    return norms
+
+
+def norms_in_order(model, loss_fn):
+    """Takes the order in which the layers run for that in which they are defined."""
+    norms, handles = [], []
+    for _, module in _relus(model):
+
+        def hang(module, args, output):
+            output.register_hook(lambda grad: norms.append(grad.norm().item()))
+
+        handles.append(module.register_forward_hook(hang))
+    _then_remove(handles, lambda: loss_fn(model).backward())
+    return dict(zip([name for name, _ in _relus(model)], reversed(norms), strict=True))
+
+
+def norms_cleared(model, loss_fn):
+    norms = _norms(clean_up=_leave)(model, loss_fn)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return norms
+
+
+def _look_backward(norms, name, module, grad_input, grad_output):
+    norms[name] = grad_output[0].norm().item()
+
+
+def _look_forward(norms, name, module, args, output):
+    norms[name] = output.norm().item()
+
+
+def _look_at_input(norms, name, module, args):
+    args[0].register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+
+def _return_handle(norms, name, module, args, output):
+    return output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+
+def _change(norms, name, module, args, output):
+    def measure(grad):
+        norms[name] = grad.norm().item()
+        return grad / grad.norm()
+
+    output.register_hook(measure)
+
+
+def norms_out_of_place(model, loss_fn):
+    for _, module in _relus(model):
+        module.inplace = False
+    return _norms_by("register_full_backward_hook", _look_backward)(model, loss_fn)
+
+
+def norms_one_backward_each(model, loss_fn):
+    outputs, handles = {}, []
+    for name, module in _relus(model):
+        keep = lambda module, args, output, name=name: outputs.update({name: output})  # noqa: E731
+        handles.append(module.register_forward_hook(keep))
+    loss = _then_remove(handles, lambda: loss_fn(model))
+    return {
+        name: torch.autograd.grad(loss, output, retain_graph=True)[0].norm().item() for name, output in outputs.items()
+    }
+
+
+def norms_on_module(model, loss_fn):
+    def keep(module, args, output):
+        output.retain_grad()
+        module.kept = output
+
+    handles = [module.register_forward_hook(keep) for _, module in _relus(model)]
+    _then_remove(handles, lambda: loss_fn(model).backward())
+    return {name: module.kept.grad.norm().item() for name, module in _relus(model)}
+
+
+def norms_by_default(model, loss_fn, norms={}):  # noqa: B006
+    norms.update(gradient_norms(model, loss_fn))
+    return norms
+
+
+def norms_in_place_lost(model, loss_fn):
+    """Takes the layers out of place, and forgets them when forward raises."""
+    flags = [(module, module.inplace) for _, module in _relus(model)]
+    norms = norms_out_of_place(model, loss_fn)
+    for module, flag in flags:
+        module.inplace = flag
+    return norms
+
+
+def norms_swallowed(model, loss_fn):
+    try:
+        return gradient_norms(model, loss_fn)
+    except Exception:
+        return {}
+
+
+def norms_from_zero(model, loss_fn):
+    model.zero_grad()
+    return gradient_norms(model, loss_fn)
+
+
+def norms_run_twice(model, loss_fn):
+    loss_fn(model)
+    return gradient_norms(model, loss_fn)
+
+
+# ---- 22.C: guided backpropagation ----
+
+
+def _clamp(module, grad_input, grad_output):
+    return (grad_input[0].clamp(min=0),)
+
+
+def _hung(model, hook=_clamp):
+    return [relu.register_full_backward_hook(hook) for _, relu in _relus(model)]
+
+
+def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad, clean_up=_then_remove):
+    """A family of answers that differ in one thing each."""
+
+    def answer(model, x):
+        image = x.detach().requires_grad_()
+        relus = [module for module in getattr(model, modules)() if isinstance(module, nn.ReLU)]
+        handles = [relu.register_full_backward_hook(hook) for relu in relus]
+        return clean_up(handles, lambda: finish(torch.autograd.grad(model(image).sum(), image)[0]))
+
+    return answer
+
+
+def guided_inputs(model, x):
+    def hang(module, args):
+        args[0].register_hook(lambda grad: grad.clamp(min=0))
+
+    handles = [relu.register_forward_pre_hook(hang) for _, relu in _relus(model)]
+    image = x.detach().requires_grad_()
+    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
+def guided_on_x(model, x):
+    x.requires_grad_()
+    return _then_remove(_hung(model), lambda: torch.autograd.grad(model(x).sum(), x)[0])
+
+
+def guided_on_a_clone(model, x):
+    model, image = copy.deepcopy(model), x.clone()
+    image.requires_grad_()  # no leaf, where `x` requires a gradient
+
+    def run():
+        model(image).sum().backward()
+        return image.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _then_remove(_hung(model), run)
+
+
+def guided_switching_x(model, x):
+    try:
+        return guided_on_x(model, x)
+    finally:
+        x.requires_grad_(False)
+
+
+def guided_by_mask(model, x):
+    positive, handles = {}, []
+    for _, relu in _relus(model):
+        handles += [
+            relu.register_forward_hook(lambda module, args, output: positive.update({module: output > 0})),
+            relu.register_full_backward_hook(
+                lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0) * positive[module],)
+            ),
+        ]
+    image = x.detach().requires_grad_()
+    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
+def guided_on_module(model, x):
+    for module in model.modules():
+        module.seen = True
+    return guided_gradient(model, x)
+
+
+def guided_in_eval(model, x):
+    model.eval()
+    grad = guided_gradient(model, x)
+    model.train()
+    return grad
+
+
+def guided_swallowed(model, x):
+    try:
+        return guided_gradient(model, x)
+    except RuntimeError:
+        return torch.zeros_like(x)
+
+
+def guided_by_backward(model, x):
+    image = x.detach().clone().requires_grad_()
+    _then_remove(_hung(model), lambda: model(image).sum().backward())
+    return image.grad
+
+
+def guided_frozen(model, x):
+    model.requires_grad_(False)
+    return guided_gradient(model, x)
+
+
+def guided_cleared(model, x):
+    grad = guided_gradient(model, x)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return grad
+
+
+def guided_by_legacy(model, x):
+    image = x.detach().requires_grad_()
+    handles = [relu.register_backward_hook(_clamp) for _, relu in _relus(model)]
+    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
+def _print_clamped(module, grad_input, grad_output):
+    grad_input[0].clamp(min=0)
+
+
+WRONG = {
+    "22.A": {
+        "parameters_changed": by_pre_hook,
+        "only_parameters": by_parameters,
+        "legacy_hook": by_legacy,
+        "other_paths": by_input_tensor,
+        "wrong_number": reverse_bare,
+        "wrong_size": by_grad_output,
+        "unchanged": reverse_nothing,
+        "in_place": reverse_in_place,
+        "fails_on_none": reverse_fails_on_none,
+        "changed_dtype": reverse_whole_numbers,
+        "beside_whole_numbers": reverse_only_floats,
+        "some_inputs": reverse_first,
+        "no_handle": reverse_no_handle,
+        "first_only": reverse_once,
+        "wrong_values": reverse_sign,
+        "still_there": reverse_deaf,
+        "changed_output": reverse_output,
+        "everywhere": reverse_everywhere,
+        "second_hook": reverse_with_two,
+        "frozen": reverse_frozen,
+        "replaced_output": lambda module, strength: module.register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda grad: grad * -strength)
+        ),
+        "no_gradient": lambda module, strength: module.register_full_backward_hook(
+            lambda module, grad_input, grad_output: (None,) * len(grad_input)
+        ),
+        "another_module": reverse_by_global,
+    },
+    "22.B": {
+        "full_backward_hook": _norms_by("register_full_backward_hook", _look_backward),
+        "replaced_output": _norms_by("register_forward_hook", _return_handle),
+        "other_end": _norms_by("register_forward_pre_hook", _look_at_input),
+        "norms_of_outputs": _norms_by("register_forward_hook", _look_forward),
+        "last_name": norms_last_name,
+        "left_behind": _norms(clean_up=_leave),
+        "left_after_error": _norms(clean_up=_remove_if_it_works),
+        "removed_others": norms_cleared,
+        "missing_layers": _norms(modules="named_children"),
+        "other_layers": _norms(kinds=(nn.ReLU, nn.Linear, nn.Conv2d)),
+        "not_numbers": _norms(measure=lambda grad: grad.norm()),
+        "other_order": norms_in_order,
+        "wrong_values": _norms(measure=lambda grad: grad.abs().mean().item()),
+        "nothing_arrived": _norms(backward=False),
+        "changed_model": norms_out_of_place,
+        "changed_gradient": _norms_by("register_forward_hook", _change),
+        "cleared_grad": norms_from_zero,
+        "frozen_first": _norms(guarded=False),
+        "ran_twice": norms_run_twice,
+        "backward_often": norms_one_backward_each,
+        "attribute_left": norms_on_module,
+        "from_before": norms_by_default,
+        "changed_after_error": norms_in_place_lost,
+        "swallowed": norms_swallowed,
+        "legacy_hook": _norms_by("register_backward_hook", _look_backward),
+        "not_a_dict": lambda model, loss_fn: list(gradient_norms(model, loss_fn).values()),
+    },
+    "22.C": {
+        "plain_gradient": _guided(hook=_print_clamped),
+        "only_at_the_end": _guided(hook=_print_clamped, finish=lambda grad: grad.clamp(min=0)),
+        "once_too_often": _guided(finish=lambda grad: grad.clamp(min=0)),
+        "top_level_only": _guided(modules="children"),
+        "no_mask": _guided(hook=lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0),)),
+        "wrong_number": _guided(hook=lambda module, grad_input, grad_output: grad_input[0].clamp(min=0)),
+        "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
+        "wrong_type": _guided(finish=lambda grad: (grad,)),
+        "changed_input": guided_on_x,
+        "edited_input": lambda model, x: guided_gradient(model, x.clamp_(min=0)),
+        "no_gradient": guided_on_a_clone,
+        "switched_input": guided_switching_x,
+        "used_twice": guided_by_mask,
+        "attribute_left": guided_on_module,
+        "changed_after_error": guided_in_eval,
+        "swallowed": guided_swallowed,
+        "filled_grad": guided_by_backward,
+        "changed_model": guided_frozen,
+        "removed_others": guided_cleared,
+        "other_paths": guided_inputs,
+        "legacy_hook": guided_by_legacy,
+        "left_behind": _guided(clean_up=_leave),
+        "left_after_error": _guided(clean_up=_remove_if_it_works),
+    },
+}
+
+
+def detached(module, strength):
+    return module.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+
+
+def switches_x_on(model, x):
+    """And off again, but not when the forward raises."""
+    grad = guided_on_x(model, x)
+    x.requires_grad_(False)
+    return grad
+
+
+def norms_by_numpy(model, loss_fn):
+    return {name: np.float32(norm) for name, norm in find("22.B", Exercise).solution(model, loss_fn).items()}
+
+
+def unfreezes(first):
+    """Switches gradients of all parameters on, whatever they were."""
+
+    def answer(model, *given):
+        model.requires_grad_(True)
+        return first(model, *given)
+
+    return answer
+
+
+ALSO_WRONG = [
+    ("22.B", "changed_model", unfreezes(find("22.B", Exercise).solution)),
+    ("22.C", "changed_model", unfreezes(find("22.C", Exercise).solution)),
+    ("22.A", "no_gradient", detached),
+    ("22.C", "switched_input", switches_x_on),
+]
+
+RIGHT = [
+    (
+        "22.A",
+        lambda module, strength: modules.register_module_full_backward_hook(
+            lambda other, grad_input, _: (
+                tuple(grad if grad is None else (grad * -strength).to(grad.dtype) for grad in grad_input)
+                if other is module
+                else None
+            )
+        ),
+    ),
+    ("22.B", norms_by_numpy),
+]

@@ -1,0 +1,707 @@
+"""Answers to the exercises of notebook 23: wrong ones by the name of their refusal, and right ones."""
+
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from hooklab.course.check import Exercise, find
+from hooklab.course.checks.n23_watching_a_model_run import first_nan, never_called, output_shapes
+from hooklab.layers.statistics import layer_statistics
+
+# ---- what the three exercises share ----
+
+
+# ---- 23.A: the shapes of the children's outputs, and the model left as it was ----
+
+
+def _shapes(model, x, mode, finish, make=None):
+    """Output shapes with a choice of what is done before and after, as learners write it."""
+    shapes = {}
+
+    def hook_for(name):
+        return lambda module, args, output: shapes.update({name: tuple(output.shape)})
+
+    handles = [child.register_forward_hook((make or hook_for)(name)) for name, child in model.named_children()]
+    mode(model)
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    finish(model)
+    return shapes
+
+
+def _nothing(model):
+    pass
+
+
+def shapes_restored(model, x):
+    training = {module: module.training for module in model.modules()}
+
+    def restore(model):
+        for module, flag in training.items():
+            module.training = flag
+
+    return _shapes(model, x, nn.Module.eval, restore)
+
+
+def shapes_mode_after_error(model, x):
+    handles, shapes = [], {}
+    flags = [(module, module.training) for module in model.modules()]
+    for name, child in model.named_children():
+        handles.append(child.register_forward_hook(lambda m, a, out, name=name: shapes.update({name: out.shape})))
+    model.eval()
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_returned(model, x):
+    shapes = {}
+
+    def hook_for(name):
+        return lambda module, args, output: shapes.setdefault(name, tuple(output.shape))
+
+    _shapes(model, x, _nothing, _nothing, hook_for)
+    return shapes
+
+
+def shapes_by_default(model, x, shapes={}):  # noqa: B006
+    shapes.update(output_shapes(model, x))
+    return shapes
+
+
+def shapes_one_by_one(model, x):
+    return {name: output_shapes(model, x)[name] for name, _ in model.named_children()}
+
+
+def shapes_untracked(model, x):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.track_running_stats = False
+    return _shapes(model, x, _nothing, _nothing)
+
+
+def shapes_without_gradients(model, x):
+    torch.set_grad_enabled(False)
+    return output_shapes(model, x)
+
+
+def shapes_one_name(model, x):
+    shapes, handles = {}, []
+    for name, child in model.named_children():
+        hook = lambda module, args, output: shapes.update({name: tuple(output.shape)})  # noqa: B023, E731
+        handles.append(child.register_forward_hook(hook))
+    try:
+        model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
+
+
+def shapes_in_order(model, x):
+    """Takes the order in which the layers run for that in which they are defined."""
+    training, shapes, names = {module: module.training for module in model.modules()}, [], []
+    handles = []
+    for name, child in model.named_children():
+        names.append(name)
+        handles.append(child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape))))
+    try:
+        model.eval()(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, flag in training.items():
+            module.training = flag
+    return dict(zip(names, shapes, strict=True))
+
+
+def shapes_on_module(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    handles = []
+    for name, child in model.named_children():
+        child.__name__ = name
+        handles.append(
+            child.register_forward_hook(lambda module, args, output: shapes.update({module.__name__: output.shape}))
+        )
+    model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_hooks_left(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    for name, child in model.named_children():
+        child.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: output.shape}))
+    model.eval()(x)
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_clear(model, x):
+    try:
+        return output_shapes(model, x)
+    finally:
+        for module in model.modules():
+            module._forward_hooks.clear()
+
+
+def shapes_of_inputs(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    for name, child in model.named_children():
+        child.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: args[0].shape}))
+    model.eval()(x)
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+def shapes_swallowed(model, x):
+    try:
+        return output_shapes(model, x)
+    except RuntimeError:
+        return {}
+
+
+def shapes_of_all(model, x):
+    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(
+            module.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: output.shape}))
+        )
+    model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    for module, flag in flags:
+        module.training = flag
+    return shapes
+
+
+# ---- 23.B: the leaf modules that a forward does not call ----
+
+
+def never_on_the_slow_path(model, x):
+    torch.backends.mha.set_fastpath_enabled(False)
+    return never_called(model, x)
+
+
+def never_returned(model, x):
+    called, handles = {}, []
+    for module in _leaves(model).values():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.setdefault(module, True)))
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def _leaves(model):
+    return {name: module for name, module in model.named_modules() if not list(module.children())}
+
+
+def never_global(model, x):
+    called = set()
+    with torch.no_grad(), register_module_forward_hook(lambda module, args, output: called.add(module)):
+        model(x)
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_all_modules(model, x):
+    called, handles = set(), []
+    for module in model.modules():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in model.named_modules() if module not in called]
+
+
+def never_by_statistics(model, x):
+    with torch.no_grad(), layer_statistics(model, "**") as stats:
+        model(x)
+    return [name for name in _leaves(model) if name not in stats]
+
+
+def never_with_weights(model, x):
+    weighted = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    return [name for name in never_called(model, x) if name in weighted]
+
+
+def never_children(model, x):
+    called, handles = set(), []
+    for module in model.children():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in model.named_children() if module not in called and not list(module.children())]
+
+
+def never_by_name(model, x):
+    called, handles = set(), []
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if not list(module.children())]
+    for name in names:
+        layer = model.get_submodule(name)
+        if name != "again":
+            handles.append(layer.register_forward_hook(lambda module, args, output, name=name: called.add(name)))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in names if name not in called]
+
+
+def never_in_training(model, x):
+    model.train()
+    return never_called(model, x)
+
+
+def never_one_name(model, x):
+    called, handles = set(), []
+    for name, module in _leaves(model).items():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(name)))  # noqa: B023
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in _leaves(model) if name not in called]
+
+
+def never_hooks_left(model, x):
+    called = set()
+    for module in _leaves(model).values():
+        module.register_forward_hook(lambda module, args, output: called.add(module))
+    model(x)
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_no_finally(model, x):
+    called, handles = set(), []
+    for module in _leaves(model).values():
+        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_swallowed(model, x):
+    try:
+        return never_called(model, x)
+    except RuntimeError:
+        return []
+
+
+def never_inverted(model, x):
+    missing = never_called(model, x)
+    return [name for name in _leaves(model) if name not in missing]
+
+
+def never_one_by_one(model, x):
+    missing = []
+    for name, module in _leaves(model).items():
+        called = []
+        with torch.no_grad(), module.register_forward_hook(lambda module, args, output: called.append(1)):  # noqa: B023
+            model(x)
+        missing += [] if called else [name]
+    return missing
+
+
+def never_by_default(model, x, called=set()):  # noqa: B006
+    missing = never_called(model, x)
+    called |= {module for name, module in _leaves(model).items() if name not in missing}
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+def never_by_repr(model, x):
+    missing = never_called(model, x)
+    called = {repr(module) for name, module in _leaves(model).items() if name not in missing}
+    return [name for name, module in _leaves(model).items() if repr(module) not in called]
+
+
+def never_cleared(model, x):
+    missing = never_called(model, x)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return missing
+
+
+def never_gradients_again(model, x):
+    torch.set_grad_enabled(False)
+    return never_called(model, x)
+
+
+def never_with_gradients(model, x):
+    called = set()
+    with register_module_forward_hook(lambda module, args, output: called.add(module)):
+        model(x)
+    return [name for name, module in _leaves(model).items() if module not in called]
+
+
+# ---- 23.C: where NaN appears first ----
+
+
+def _nan_in(value):
+    if isinstance(value, tuple | list):
+        return any(map(_nan_in, value))
+    return isinstance(value, Tensor) and bool(value.isnan().any())
+
+
+def _collect(model, x, layers, bad=_nan_in):
+    """The names of the layers with a bad output, in the order in which they finish."""
+    found, handles = [], []
+    for name, layer in layers:
+        hook = lambda module, args, output, name=name: found.append(name) if bad(output) else None  # noqa: E731
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _first(found):
+    return found[0] if found else None
+
+
+def nan_last(model, x):
+    found = _collect(model, x, [pair for pair in model.named_modules() if pair[0]])
+    return found[-1] if found else None
+
+
+def nan_at_the_end(model, x):
+    return _first(_collect(model, x, model.named_modules())) if _nan_in(model(x)) else None
+
+
+def nan_by_definition(model, x):
+    found = _collect(model, x, model.named_modules())
+    inner = [name for name in found if not any(other.startswith(f"{name}.") for other in found) and name]
+    return next((name for name, _ in model.named_modules() if name in inner), None)
+
+
+def nan_in_first_tensor(model, x):
+    def bad(output):
+        while isinstance(output, tuple):
+            output = output[0]
+        return _nan_in(output)
+
+    return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_or_infinity(model, x):
+    def bad(output):
+        tensors = output if isinstance(output, tuple) else (output,)
+        return _nan_in(output) or any(isinstance(each, Tensor) and each.isinf().any() for each in tensors)
+
+    return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_after_the_run(model, x):
+    outputs = []
+    _collect(model, x, model.named_modules(), lambda output: outputs.append(output))
+    names = _collect(model, x, model.named_modules(), lambda output: True)
+    return next((name for name, output in zip(names, outputs, strict=True) if _nan_in(output)), None)
+
+
+def nan_tensors_only(model, x):
+    return _first(_collect(model, x, model.named_modules(), lambda output: bool(output.isnan().any())))
+
+
+class _Found(Exception):
+    pass
+
+
+def nan_class_names(model, x):
+    return _first([type(model.get_submodule(name)).__name__ for name in _collect(model, x, model.named_modules())])
+
+
+def nan_everywhere(model, x):
+    def bad(output):
+        return isinstance(output, Tensor) and bool(output.isnan().all())
+
+    return _first(_collect(model, x, model.named_modules(), bad))
+
+
+def nan_stops_early(model, x):
+    name_of = {module: name for name, module in model.named_modules()}
+
+    def hook(module, args, output):
+        if _nan_in(output):
+            raise _Found(name_of[module])
+
+    for module in model.modules():
+        module.register_forward_hook(hook)
+    try:
+        model(x)
+    except _Found as found:
+        return str(found)
+
+
+def nan_no_finally(model, x):
+    found, handles = [], []
+    for name, layer in model.named_modules():
+        hook = lambda module, args, output, name=name: found.append(name) if _nan_in(output) else None  # noqa: E731
+        handles.append(layer.register_forward_hook(hook))
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return _first(found)
+
+
+def nan_returned(model, x):
+    found, handles = [], []
+    for name, layer in model.named_modules():
+
+        def hook(module, args, output, name=name):
+            if bad := _nan_in(output):
+                found.append(name)
+            return bad
+
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _first(found)
+
+
+def nan_by_layer(model, x):
+    seen, handles = {}, []
+    for name, layer in model.named_modules():
+        hook = lambda module, args, output, name=name: seen.update({name: _nan_in(output)})  # noqa: E731
+        handles.append(layer.register_forward_hook(hook))
+    try:
+        model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((name for name, bad in seen.items() if bad), None)
+
+
+def nan_one_by_one(model, x):
+    found = _collect(model, x, model.named_modules())
+    alone = [name for name, layer in model.named_modules() if _collect(model, x, [(name, layer)])]
+    return next((name for name in found if name in alone), None)
+
+
+def nan_in_eval(model, x):
+    return first_nan(model.eval(), x)
+
+
+def nan_mode_after_error(model, x):
+    flags = [(module, module.training) for module in model.modules()]
+    name = first_nan(model.eval(), x)
+    for module, flag in flags:
+        module.training = flag
+    return name
+
+
+def nan_names_on_modules(model, x):
+    for name, module in model.named_modules():
+        module.__name__ = name
+    return first_nan(model, x)
+
+
+def nan_without_gradients(model, x):
+    torch.set_grad_enabled(False)
+    return first_nan(model, x)
+
+
+def nan_cleared(model, x):
+    name = first_nan(model, x)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return name
+
+
+def nan_swallowed(model, x):
+    try:
+        return first_nan(model, x)
+    except RuntimeError:
+        return None
+
+
+def _is_leaf(pair):
+    return not list(pair[1].children())
+
+
+WRONG = {
+    "23.A": {
+        "statistics": lambda model, x: _shapes(model, x, _nothing, _nothing),
+        "left_in_eval": lambda model, x: _shapes(model, x, nn.Module.eval, _nothing),
+        "flags": lambda model, x: _shapes(model, x, nn.Module.eval, nn.Module.train),
+        "hooks_left": shapes_hooks_left,
+        "hooks_left_after_error": shapes_restored,
+        "mode_after_error": shapes_mode_after_error,
+        "removed_others": shapes_clear,
+        "swallowed": shapes_swallowed,
+        "attribute_left": shapes_on_module,
+        "one_name": shapes_one_name,
+        "replaced_output": shapes_returned,
+        "from_before": shapes_by_default,
+        "ran_often": shapes_one_by_one,
+        "tracking_off": shapes_untracked,
+        "grad_left_off": shapes_without_gradients,
+        "wrong_names": shapes_of_all,
+        "other_order": shapes_in_order,
+        "wrong_shape": shapes_of_inputs,
+        "no_tuple": lambda model, x: {name: list(shape) for name, shape in output_shapes(model, x).items()},
+        "not_a_dict": lambda model, x: list(output_shapes(model, x).items()),
+    },
+    "23.B": {
+        "called_listed": lambda model, x: [
+            name for name, module in model.named_modules() if not list(module.children())
+        ],
+        "fast_path": never_global,
+        "containers": never_all_modules,
+        "missed_out_proj": lambda model, x: [name for name in never_called(model, x) if "out_proj" not in name],
+        "missed_unused": never_children,
+        "shared": never_by_name,
+        "no_tensor": never_by_statistics,
+        "wrong_list": never_with_weights,
+        "inverted": never_inverted,
+        "one_name": never_one_name,
+        "mode_changed": never_in_training,
+        "hooks_left": never_hooks_left,
+        "hooks_left_after_error": never_no_finally,
+        "swallowed": never_swallowed,
+        "no_names": lambda model, x: [model.get_submodule(name) for name in never_called(model, x)],
+        "not_a_list": lambda model, x: ", ".join(never_called(model, x)),
+        "none_expected": lambda model, x: never_called(model, x) or None,
+        "ran_often": never_one_by_one,
+        "no_no_grad": never_with_gradients,
+        "from_before": never_by_default,
+        "look_alike": never_by_repr,
+        "removed_others": never_cleared,
+        "grad_left_off": never_gradients_again,
+        "fast_path_off": never_on_the_slow_path,
+        "replaced_output": never_returned,
+    },
+    "23.C": {
+        "outer": lambda model, x: _first(_collect(model, x, model.named_children())),
+        "later": nan_last,
+        "cleaned": nan_at_the_end,
+        "definition_order": nan_by_definition,
+        "leaves_only": lambda model, x: _first(_collect(model, x, filter(_is_leaf, model.named_modules()))),
+        "nested": nan_in_first_tensor,
+        "raised": nan_tensors_only,
+        "infinity": nan_or_infinity,
+        "after_the_run": nan_after_the_run,
+        "none_expected": lambda model, x: first_nan(model, x) or "",
+        "the_model": lambda model, x: first_nan(model, x) or None,
+        "hooks_left": nan_stops_early,
+        "hooks_left_after_error": nan_no_finally,
+        "swallowed": nan_swallowed,
+        "no_such_layer": nan_class_names,
+        "partly": nan_everywhere,
+        "replaced_output": nan_returned,
+        "called_twice": nan_by_layer,
+        "ran_often": nan_one_by_one,
+        "removed_others": nan_cleared,
+        "mode_changed": nan_in_eval,
+        "mode_after_error": nan_mode_after_error,
+        "attribute_left": nan_names_on_modules,
+        "grad_left_off": nan_without_gradients,
+        "not_a_name": lambda model, x: _collect(model, x, model.named_modules()),
+    },
+}
+
+
+def first_nan_inside(model, x):
+    """Forgets that the model itself may make it."""
+    return _first(_collect(model, x, [named for named in model.named_modules() if named[0]]))
+
+
+def modes_of_children(model, x):
+    """Puts back the modes of the children, and with them those of all that is inside."""
+    training, modes = model.training, {child: child.training for child in model.children()}
+    try:
+        return output_shapes(model, x)
+    finally:
+        model.train(training)
+        for child, mode in modes.items():
+            child.train(mode)
+
+
+def first_child(model, x):
+    return dict([next(iter(output_shapes(model, x).items()))])
+
+
+def shapes_in_training(model, x):
+    """Puts the statistics back, but not when the forward raises."""
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    handles, shapes = [], {}
+    for name, child in model.named_children():
+        noting = partial(lambda name, module, args, output: shapes.update({name: tuple(output.shape)}), name)
+        handles.append(child.register_forward_hook(noting))
+    try:
+        model(x)
+    finally:
+        [handle.remove() for handle in handles]
+    model.load_state_dict(state)
+    return shapes
+
+
+def nan_of_tensors_and_nothing_else(model, x):
+    """Knows of `None` among tensors, and of no number."""
+
+    def has_nan(value):
+        if value is None:
+            return False
+        return any(map(has_nan, value)) if isinstance(value, tuple) else bool(torch.isnan(value).any())
+
+    found = []
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            hook = lambda module, args, output, name=name: found.append(name) if has_nan(output) else None  # noqa: E731
+            stack.enter_context(layer.register_forward_hook(hook))
+        model(x)
+    return found[0] if found else None
+
+
+def names_left_after_an_error(solution, model, x):
+    """Writes names on the layers, and tidies up where nothing raises."""
+    for name, layer in model.named_modules():
+        layer.written = name
+    result = solution(model, x)
+    for layer in model.modules():
+        del layer.written
+    return result
+
+
+ALSO_WRONG = [
+    ("23.A", "flags", modes_of_children),
+    ("23.A", "wrong_names", first_child),
+    ("23.A", "statistics", shapes_in_training),
+    ("23.A", "attribute_left", partial(names_left_after_an_error, find("23.A", Exercise).solution)),
+    ("23.C", "attribute_left", partial(names_left_after_an_error, find("23.C", Exercise).solution)),
+    ("23.C", "raised", nan_of_tensors_and_nothing_else),
+    ("23.C", "the_model", first_nan_inside),
+]
+
+RIGHT = []
