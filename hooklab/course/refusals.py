@@ -5,6 +5,7 @@ A refusal says what was seen and where to look, never the answer. What several c
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Never
 
 import torch
@@ -46,11 +47,15 @@ def refuse(key: str, **facts: Any) -> Never:
     raise Refused(key, facts)
 
 
-def refuse_first(mistakes: Iterable[tuple[str, Callable[[Any], object]]], trial: Any) -> None:
-    """Refuse for the first of `mistakes`, each a key and a test, whose test holds of `trial`. Its attributes are the facts."""
+def refuse_first(mistakes: Iterable[tuple[str, Callable[[Any], object]]], **facts: Any) -> None:
+    """Refuse for the first of `mistakes`, each a key and a test, whose test holds.
+
+    A test is given the facts as attributes of one object; where it finds more to tell it sets that there.
+    """
+    seen = SimpleNamespace(**facts)
     for key, holds in mistakes:
-        if holds(trial):
-            refuse(key, **vars(trial))
+        if holds(seen):
+            refuse(key, **vars(seen))
 
 
 def expect_like(got: Any, want: Tensor, what: str = "returned") -> None:

@@ -3,17 +3,20 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, tensor
 
 from hooklab.course.check import (
     Exercise,
     expect_like,
     refuse,
+    refuse_first,
     refuse_latest_call,
     refuse_other_items,
     refuse_removing_others,
     refuse_same_object,
 )
+from hooklab.course.checks.calls import all_close, equal, hook_maker, raised
+from hooklab.course.checks.models import Before
 
 # ---- 12.A: a hook maker that caps the norm of the gradient ----
 
@@ -26,69 +29,51 @@ def cap(limit):
     return hook
 
 
-def examine_cap(answer):
-    hook, other = answer(2.0), answer(100.0)
-    for made in (hook, other):
-        if not callable(made):
-            refuse("not_a_hook", made=made)
-    for grad in (torch.tensor([1.0, 4.0]), torch.tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)):
-        _examine_large(hook, grad, grad * (2.0 / grad.norm()))
-    spread = torch.full((3,), -1.9)  # no entry is above the limit, the norm is
-    _examine_large(hook, spread, spread * (2.0 / spread.norm()))
-    for small in (torch.tensor([0.3, -0.4]), torch.tensor([[2.0]])):
-        _examine_small(hook, small, 2.0)
-    _examine_small(other, torch.tensor([30.0, 40.0]), 100.0)
-    _examine_small(hook, torch.tensor([1.2, 1.2]), 2.0)  # whose sum is larger
-    _examine_zero(hook)
+def _large(t):
+    """Whether the gradient is above the limit, and how long it and what came of it are."""
+    t.norm = t.grad.norm().item()
+    t.length = t.got.norm().item() if isinstance(t.got, Tensor) else None
+    return t.norm > t.limit
 
 
-def _examine_large(hook, grad, want):
-    norm, before = grad.norm().item(), grad.clone()
-    got = hook(grad)
-    if not torch.equal(grad, before):
-        refuse("edited_in_place")
-    if got is None:
-        refuse("returned_nothing", norm=norm)
-    if isinstance(got, Tensor) and got.shape == grad.shape and torch.equal(got, grad):
-        refuse("unchanged", grad=grad, norm=norm)
-    if isinstance(got, Tensor) and got.shape == grad.shape and torch.equal(got, grad.clamp(-2.0, 2.0)):
-        refuse("clipped_entries", grad=grad, got=got)
-    if isinstance(got, Tensor) and (got.shape, got.dtype) == (grad.shape, grad.dtype):
-        _examine_length(grad, got)
-    expect_like(got, want, "gradient_hook")
+def _turned(t):
+    return _same_kind(t) and not torch.allclose(t.got.detach() * t.norm, t.grad * t.length, rtol=1e-4)
 
 
-def _examine_length(grad, got):
-    got, norm, length = got.detach(), grad.norm().item(), got.norm().item()
-    if not torch.allclose(got * norm, grad * length, rtol=1e-4):
-        refuse("wrong_direction", grad=grad, got=got)
-    if abs(length - 2.0) > 1e-3:
-        refuse("wrong_length", grad=grad, norm=norm, got=got, length=length)
+def _same_kind(t):
+    return isinstance(t.got, Tensor) and (t.got.shape, t.got.dtype) == (t.grad.shape, t.grad.dtype)
 
 
-def _examine_small(hook, grad, limit):
-    given = grad.clone()
-    got = hook(given)
-    if not torch.equal(given, grad):
-        refuse("edited_small", limit=limit, grad=grad, given=given)
-    if isinstance(got, Tensor) and not torch.allclose(got, grad):
-        refuse("changed_small", limit=limit, grad=grad, got=got)
-    if got is not None:
-        expect_like(got, grad, "gradient_hook")
-
-
-def _examine_zero(hook):
-    got = hook(torch.zeros(3))
-    if isinstance(got, Tensor) and got.isnan().any():
-        refuse("nan_at_zero")
-    _examine_small(hook, torch.zeros(3), 2.0)
-
-
-def _short(tensor):
-    return [float(f"{value:.4g}") for value in tensor.flatten().tolist()]
-
-
-CAP = Exercise("12.A", examine_cap, cap)
+CAP = Exercise(
+    "12.A",
+    hook_maker(
+        cap,
+        calls=[
+            {"limit": 2.0, "grad": tensor([1.0, 4.0])},
+            {"limit": 2.0, "grad": tensor([[6.0, 3.0], [1.0, -8.0]], dtype=torch.float64)},
+            {"limit": 2.0, "grad": torch.full((3,), -1.9)},  # no entry is above the limit, the norm is
+            {"limit": 2.0, "grad": tensor([0.3, -0.4])},
+            {"limit": 2.0, "grad": tensor([[2.0]])},
+            {"limit": 100.0, "grad": tensor([30.0, 40.0])},
+            {"limit": 2.0, "grad": tensor([1.2, 1.2])},  # whose sum is larger
+            {"limit": 2.0, "grad": torch.zeros(3)},
+        ],
+        mistakes=[
+            ("not_a_hook", lambda t: not callable(t.hook)),
+            ("edited_in_place", lambda t: _large(t) and not equal(t.after.grad, t.grad)),
+            ("edited_small", lambda t: not equal(t.after.grad, t.grad)),
+            ("returned_nothing", lambda t: _large(t) and t.got is None),
+            ("unchanged", lambda t: _large(t) and equal(t.got, t.grad)),
+            ("clipped_entries", lambda t: _large(t) and equal(t.got, t.grad.clamp(-t.limit, t.limit))),
+            ("nan_at_zero", lambda t: isinstance(t.got, Tensor) and t.got.isnan().any()),
+            ("wrong_direction", lambda t: _large(t) and _turned(t)),
+            ("wrong_length", lambda t: _large(t) and _same_kind(t) and abs(t.length - t.limit) > 1e-3),
+            ("changed_small", lambda t: not _large(t) and isinstance(t.got, Tensor) and not t.got.allclose(t.grad)),
+        ],
+        what="the_gradient",
+    ),
+    cap,
+)
 
 # ---- 12.B: weight decay for a whole model ----
 
@@ -115,7 +100,7 @@ class _Stack(nn.Module):
 
 
 class _Sum(nn.Module):
-    """Two parameters that receive one gradient, in the same memory."""
+    """Two parameters that are added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,91 +110,116 @@ class _Sum(nn.Module):
         return (self.left + self.right) * x
 
 
+HUNG = [  # as soon as `decay` has returned
+    ("changed_weights", lambda t: t.before.changed_state()),
+    ("unfrozen", lambda t: t.before.thawed()),
+    ("no_handles", lambda t: not isinstance(t.handles, list | tuple)),
+    ("no_hooks", lambda t: not t.handles),
+]
+
+ADDED = [  # the first backward, after a step of training: `found` is compared with `plain`, which has no hooks
+    ("nothing_added", lambda t: not any(map(torch.any, t.added.values()))),
+    ("replaced", lambda t: all_close(t.found, t.penalty)),
+    ("stale", lambda t: all_close(t.added, t.old_penalty)),
+    ("last_one", lambda t: all_close(t.added, dict.fromkeys(t.added, t.penalty["child.inner.bias"]))),
+    ("missed", lambda t: _missed(t)),
+    ("wrong_addend", lambda t: _wrong_addend(t)),
+]
+
+
 def examine_decay(answer):
     model, x, strength = _Stack(), torch.tensor([2.0, -3.0]), 0.5
-    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    old_penalty = _penalty(model, strength)
     (model(x) * 3).sum().backward()  # what is there before must stay
+    before = Before(model)
     handles = answer(model, strength)
-    if any(not torch.equal(param, values[name]) for name, param in model.named_parameters()):
-        refuse("changed_weights")
-    if model.frozen.requires_grad:
-        refuse("unfrozen")
-    if not isinstance(handles, list | tuple):
-        refuse("no_handles", handles=handles)
+    refuse_first(HUNG, before=before, handles=handles)
     refuse_other_items(handles)
-    if not handles:
-        refuse("no_hooks")
-    with torch.no_grad():  # a step of training
-        for param in model.parameters():
-            param.add_(1.0)
-    before = copy.deepcopy(model)  # a deep copy has none of the tensor hooks
-    plain, found = _gradients(before, x), _gradients(model, x)
-    if not all(map(torch.equal, model.parameters(), before.parameters())):
+    _step(model)
+    without_hooks = copy.deepcopy(model)  # a deep copy has none of the tensor hooks
+    plain, found = _gradients(without_hooks, x), _gradients(model, x)
+    if not all(map(torch.equal, model.parameters(), without_hooks.parameters())):
         refuse("changed_in_backward")
-    _examine_decayed(model, plain, found, strength, values)
+    _examine_added(model, strength, plain, found, old_penalty)
     _examine_neighbours(answer)
-    with torch.no_grad():  # and one more step
-        for param in model.parameters():
-            param.add_(1.0)
-    plain, found = _gradients(copy.deepcopy(model), 2 * x), _gradients(model, 2 * x)
-    want = {name: plain[name] + strength * dict(model.named_parameters())[name].detach() for name in plain}
-    if not all(torch.allclose(found[name], want[name]) for name in plain):
+    _step(model)
+    plain = _gradients(copy.deepcopy(model), 2 * x)
+    want = {name: plain[name] + share for name, share in _penalty(model, strength).items()}
+    if not all_close(_gradients(model, 2 * x), want):
         refuse("first_only")
     model(2 * x).sum().backward()  # on top of the last
-    if not all(torch.allclose(dict(model.named_parameters())[name].grad, 2 * want[name]) for name in want):
+    if not all_close(_grads(model), {name: 2 * grad for name, grad in want.items()}):
         refuse("empty_only")
     for handle in handles:
         handle.remove()
-    if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, 2 * x).items()):
+    if not all_close(_gradients(model, 2 * x), plain):
         refuse("not_removable")
     _examine_two_models(answer)
 
 
-def _examine_two_models(answer):
-    models, strengths, x = (_Sum(), _Sum()), (0.5, 2.0), torch.tensor([10.0, 20.0])
-    refuse_same_object(*[answer(model, strength) for model, strength in zip(models, strengths, strict=True)])
-    for model, strength in zip(models, strengths, strict=True):
-        want = {name: x + strength * param.detach() for name, param in model.named_parameters()}
-        if not all(torch.allclose(grad, want[name]) for name, grad in _gradients(model, x).items()):
-            refuse_latest_call()
+def _examine_added(model, strength, plain, found, old_penalty):
+    refuse_first(
+        ADDED,
+        model=model,
+        strength=strength,
+        plain=plain,
+        found=found,
+        added={name: found[name] - plain[name] for name in plain},
+        penalty=_penalty(model, strength),
+        old_penalty=old_penalty,
+    )
+
+
+def _step(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
 
 
 def _gradients(model, x):
     model.zero_grad()
     model(x).sum().backward()
+    return _grads(model)
+
+
+def _grads(model):
     return {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
 
 
-def _examine_decayed(model, plain, found, strength, values):
-    added = {name: found[name] - plain[name] for name in plain}
-    want = {name: strength * param.detach() for name, param in model.named_parameters()}
-    if not any(map(torch.any, added.values())):
-        refuse("nothing_added")
-    if all(torch.allclose(found[name], want[name]) for name in found):
-        refuse("replaced")
-    if all(torch.allclose(added[name], strength * values[name]) for name in added):
-        refuse("stale")
-    if all(torch.allclose(share, want["child.inner.bias"]) for share in added.values()):
-        refuse("last_one")
-    missed = [name for name in added if not added[name].any()]
-    if missed:
-        refuse("missed", missed=missed)
-    for name in found:
-        if not torch.allclose(found[name], plain[name] + want[name]):
-            value, share = _short(dict(model.named_parameters())[name]), _short(added[name])
-            refuse("wrong_addend", strength=strength, name=name, value=value, share=share)
+def _penalty(model, strength):
+    return {name: strength * param.detach() for name, param in model.named_parameters() if param.requires_grad}
+
+
+def _missed(t):
+    t.missed = [name for name, share in t.added.items() if not share.any()]
+    return t.missed
+
+
+def _wrong_addend(t):
+    wrong = [name for name, share in t.penalty.items() if not torch.allclose(t.found[name], t.plain[name] + share)]
+    if wrong:
+        t.name, t.value, t.share = wrong[0], t.model.get_parameter(wrong[0]), t.added[wrong[0]]
+    return wrong
 
 
 def _examine_neighbours(answer):
-    model = _Sum()
+    """Two parameters that are added receive one gradient, in the same memory."""
+    model, x = _Sum(), torch.tensor([10.0, 20.0])
     answer(model, 0.5)
-    x = torch.tensor([10.0, 20.0])
     found = _gradients(model, x)
-    if all(torch.equal(grad, x) for grad in found.values()):
+    if all_close(found, {"left": x, "right": x}):
         refuse("asks_for_grad")
-    if not (torch.allclose(found["left"], torch.tensor([10.5, 20.5]))
-            and torch.allclose(found["right"], torch.tensor([11.0, 21.0]))):  # fmt: skip
+    if not all_close(found, {"left": x + 0.5, "right": x + 1.0}):
         refuse("edited_in_place")
+
+
+def _examine_two_models(answer):
+    models, strengths, x = (_Sum(), _Sum()), (0.5, 2.0), torch.tensor([10.0, 20.0])
+    refuse_same_object(*map(answer, models, strengths))
+    for model, strength in zip(models, strengths, strict=True):
+        want = {name: x + share for name, share in _penalty(model, strength).items()}
+        if not all_close(_gradients(model, x), want):
+            refuse_latest_call()
 
 
 DECAY = Exercise("12.B", examine_decay, decay)
@@ -226,6 +236,25 @@ def freeze_rows(weight, rows):
     return weight.register_hook(hook)
 
 
+FROZEN = [  # as soon as `freeze_rows` has returned
+    ("no_gradient", lambda t: not t.weight.requires_grad),
+    ("changed_weights", lambda t: not equal(t.weight, t.ones)),
+    (
+        "no_handle",
+        lambda t: isinstance(t.handle, list | tuple) or not hasattr(t.handle, "remove"),
+    ),  # a list has one, too
+]
+
+ROWS = [  # the gradient of the first backward
+    ("returned_nothing", lambda t: equal(t.got, t.factors) and t.weight._backward_hooks),
+    ("edited_copy", lambda t: equal(t.got, t.factors) and t.weight._post_accumulate_grad_hooks),
+    ("not_frozen", lambda t: equal(t.got, t.factors)),
+    ("froze_everything", lambda t: not t.got.any()),
+    ("inverted", lambda t: equal(t.got, t.factors - t.want)),
+    ("wrong_rows", lambda t: t.zeros != t.rows),
+]
+
+
 def examine_freeze_rows(answer):
     factors = torch.arange(1.0, 16.0).reshape(5, 3)  # no row beside the frozen ones is their complement
     for dtype, rows in ((torch.float32, [0, 2]), (torch.float64, [3]), (torch.bfloat16, [1, 2])):
@@ -236,8 +265,7 @@ def examine_freeze_rows(answer):
         answer(weight, list(rows))
     for weight, rows in zip(weights, frozen, strict=True):
         weight.sum().backward()
-        zeros = [row for row in range(4) if not weight.grad[row].any()]
-        if not zeros:
+        if not (zeros := _zero_rows(weight.grad)):
             refuse("gone_with_handle")
         if zeros != rows:
             refuse_latest_call()
@@ -247,55 +275,37 @@ def examine_freeze_rows(answer):
 
 def _examine_frozen(answer, factors, rows, weight_first):
     weight, neighbour = (nn.Parameter(torch.ones_like(factors)) for _ in range(2))
+    ones, want = torch.ones_like(factors), factors.clone()
+    want[rows] = 0
 
     def gradient(times=1):
         weight.grad = neighbour.grad = None
         both = weight + neighbour if weight_first else neighbour + weight  # one gradient for the two of them
-        try:
-            (both * factors * times).sum().backward()
-        except RuntimeError as error:
-            if "has changed the type of value" not in str(error):
-                raise
+        error = raised(lambda: (both * factors * times).sum().backward())
+        if error is not None and "has changed the type of value" in str(error):
             refuse("changed_dtype", weight=weight)
+        if error is not None:
+            raise error
         return weight.grad
 
     handle = answer(weight, list(rows))
-    if not weight.requires_grad:
-        refuse("no_gradient")
-    if not torch.equal(weight, torch.ones_like(weight)):
-        refuse("changed_weights")
-    if isinstance(handle, list | tuple) or not hasattr(handle, "remove"):  # a list has a remove() of its own
-        refuse("no_handle", handle=handle)
-    got, want = gradient(), factors.clone()
-    want[rows] = 0
-    if torch.equal(got, factors) and weight._backward_hooks:
-        refuse("returned_nothing")
-    _examine_rows(weight, got, want, factors, rows)
-    if not torch.equal(neighbour.grad, factors):
+    refuse_first(FROZEN, weight=weight, ones=ones, handle=handle)
+    got = gradient()
+    refuse_first(ROWS, weight=weight, got=got, want=want, factors=factors, rows=rows, zeros=_zero_rows(got))
+    expect_like(got, want, "gradient_weight")
+    if not equal(neighbour.grad, factors):
         refuse("edited_in_place")
-    if not torch.equal(gradient(times=2), 2 * want):
+    if not equal(gradient(times=2), 2 * want):
         refuse("first_only")
-    if not torch.equal(weight, torch.ones_like(weight)):
+    if not equal(weight, ones):
         refuse("changed_in_backward")
     handle.remove()
-    if not torch.equal(gradient(), factors):
+    if not equal(gradient(), factors):
         refuse("not_removable")
 
 
-def _examine_rows(weight, got, want, factors, rows):
-    if torch.equal(got, factors) and weight._post_accumulate_grad_hooks:
-        refuse("edited_copy")
-    if torch.equal(got, factors):
-        refuse("not_frozen")
-    if not got.any():
-        refuse("froze_everything", rows=rows)
-    rest = factors - want
-    if torch.equal(got, rest):
-        refuse("inverted")
-    zeros = [row for row in range(len(got)) if not got[row].any()]
-    if zeros != rows:
-        refuse("wrong_rows", rows=rows, zeros=zeros)
-    expect_like(got, want, "gradient_weight")
+def _zero_rows(grad):
+    return [row for row in range(len(grad)) if not grad[row].any()]
 
 
 FREEZE_ROWS = Exercise("12.C", examine_freeze_rows, freeze_rows)
