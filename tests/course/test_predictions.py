@@ -1,0 +1,141 @@
+"""A guess is compared by what it means, and answered with what happened and why."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hooklab import check
+from hooklab.course.check import Prediction
+from hooklab.course.words import FOLDER, notebook_words
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "right"),
+    [
+        (2, 2, True),
+        (2.0, torch.tensor(2), True),
+        ([1, 2], torch.tensor([1.0, 2.0]), True),
+        (torch.tensor([1.0, 2.0]), [1.0, 2.0], True),
+        (0.333, torch.tensor([1 / 3]), True),
+        (0.3, 1 / 3, False),
+        ([1, 2, 3], torch.tensor([1.0, 2.0]), False),
+        (float("nan"), torch.tensor(float("nan")), True),
+        (2.01, torch.tensor(2), True),
+        (0.001, 1 / 1024, True),
+        ([0, 0, 0], torch.tensor([1, -1, 1]) / 1024, False),
+        ([1, -0.5, 0.01], [1, -0.5, 0.0101], True),
+        (0, 1e-5, False),
+        (0, 1e-7, True),
+        (3, 2, False),
+        ("0.0", 0.0, True),
+        ("[2, 4]", torch.tensor([2.0, 4.0]), True),
+        (torch.tensor(False), False, True),
+        (np.bool_(True), True, True),
+        (np.float32(2), 2.0, True),
+        ("other words", [1.0], False),
+        (True, True, True),
+        (True, False, False),
+        (1, True, False),
+        ("true", True, True),
+        ("None", None, True),
+        (0, None, False),
+        (" Tensor Hook ", "tensor hook", True),
+        ("hook", "tensor hook", False),
+        ({"x", "y"}, {"y", "x"}, True),
+        (["X", "y"], {"y", "x"}, True),
+        ("x, y", {"y", "x"}, True),
+        ("x", {"y", "x"}, False),
+        (3, {"y", "x"}, False),
+        (["a", "b"], ["a", "b"], True),
+        (["b", "a"], ["a", "b"], False),
+        (2, ["a", "b"], False),
+        (10**400, 1.0, False),
+        (object(), 1.0, False),
+        ([[1], [2, 3]], 1.0, False),
+        ((24, 0), 24_000, True),  # 24,000 without quotes
+        ("24,000", 24_000, True),
+        ((25, 690, 624), torch.tensor(25_690_624), True),
+        ((-4, 0), -4_000.0, True),
+        ((25, 0), 24_000, False),
+        ([24, 0], 24_000, False),
+        ((8, 0), [8, 0], True),
+        ("8, 0", [8, 0], True),
+        ({"Linear", "Sequential"}, ["Linear", "Sequential"], False),  # a set has no order
+        ({"Linear"}, ["Linear"], True),
+        ('{"tensor hook"}', {"tensor hook"}, True),
+        ("['tensor hook']", {"tensor hook"}, True),
+        ("x和y", {"y", "x"}, True),
+        ("x and y", {"y", "x"}, True),
+        ({"tensor hook"}, "tensor hook", True),
+        (["tensor hook"], "Tensor hook", True),
+        ({"tensor hook", "pre-hook"}, "tensor hook", False),
+    ],
+)
+def test_a_guess_is_compared_by_its_meaning(guess, actual, right):
+    assert check.predict("11.1", guess, actual=actual).kind == ("right" if right else "wrong")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0"), (2.2e-07, "2.2e-07"), (1 / 3, "0.3333"), (float("nan"), "nan"), (torch.tensor([1.0, 2.0]), "[1.0, 2.0]"),
+     ({"b", "a"}, "a, b"), (set(), "set()"), (True, "True"), (None, "None"),
+     (16384.0, "16384.0"), (9999.6, "10000.0"), (4e6, "4000000.0"), (25000.6, "25000.0"), (1e12, "1e+12")],
+)  # fmt: skip
+def test_a_value_is_shown_as_one_would_write_it(value, text):
+    assert f"it is `{text}`" in check.predict("11.1", "no such thing", actual=value).en
+
+
+def test_a_missing_guess_is_not_attempted_whatever_happened():
+    assert {check.predict("11.1", guess, actual=None).kind for guess in (None, ...)} == {"todo"}
+
+
+def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
+    assert check.predict("11.4", (25, 0), actual=24_000).en.startswith("You said `25000`; it is `24000`.")
+    message = check.predict(Prediction("99.4", zh="解释。", en="The reason."), 1, actual=2)
+    assert message.en == "You said `1`; it is `2`. The reason."
+    assert message.zh == "你猜的是 `1`，实际是 `2`。解释。"
+
+
+GUESSED = Prediction("99.5", zh="解释。", en="The reason.", guesses=[
+    {"guess": 4, "zh": "多数了一次。", "en": "That counts one too many."},
+    {"guess": [1.0, 2.0], "zh": "没有乘。", "en": "That is without the factor."},
+])  # fmt: skip
+
+
+@pytest.mark.parametrize("guess", [4, "4", "四", "4 times"])
+def test_a_wrong_guess_that_people_have_gets_a_sentence_of_its_own(guess):
+    message = check.predict(GUESSED, guess, actual=3)
+    assert message.reason == "named"
+    assert message.en.endswith("it is `3`. That counts one too many. The reason.")
+    assert message.zh.endswith("实际是 `3`。多数了一次。解释。")
+
+
+def test_any_other_wrong_guess_gets_the_explanation_alone():
+    assert check.predict(GUESSED, 5, actual=3).en == "You said `5`; it is `3`. The reason."
+    assert check.predict(GUESSED, [1, 2], actual=[3.0, 6.0]).reason == "named"
+
+
+def test_a_right_guess_is_right_although_it_is_named_as_a_wrong_one():
+    assert check.predict(replace(GUESSED, id="99.6"), 4, actual=4).en == "As you said. The reason."
+
+
+PREDICTIONS = [
+    (path.name, name, table)
+    for path in sorted(FOLDER.glob("n*.toml"))
+    for name, table in notebook_words(path.name[1:3]).items()
+    if "zh" in table
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "table"), PREDICTIONS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_prediction_has_an_explanation_in_both_languages_and_named_guesses_have_theirs(file, name, table):
+    assert name.startswith(f"{file[1:3]}.")
+    assert set(table) <= {"zh", "en", "guesses"}
+    for words in (table, *table.get("guesses", ())):
+        assert words["zh"].strip()
+        assert words["en"].strip()
+    assert all(set(guess) == {"guess", "zh", "en"} for guess in table.get("guesses", ()))
