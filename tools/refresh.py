@@ -1,4 +1,4 @@
-"""`make refresh`: run every notebook, store its outputs in normal form, and rebuild notebooks/SOURCES.md.
+"""`make refresh`: run every notebook, store its outputs in normal form, and rebuild notebooks/SOURCES.md and the outline.
 
 Run it twice and no byte changes. A notebook that does not run to its end is left as it was.
 `python tools/refresh.py 11` refreshes the notebooks whose names begin with 11 alone.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 import notebook_form
+import outline
 import sources_table
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -38,6 +39,7 @@ def main(prefixes: list[str]) -> int:
             failures = [line for line in pool.map(refresh, chosen) if line]
     with suppress(nbformat.reader.NotJSONError):  # it is among the failures
         _replace(sources_table.PATH, sources_table.table())
+        _replace(outline.PATH, outline.outline())
     print(*failures, sep="\n", end="\n" if failures else "")
     return 1 if failures else 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hooklab._support.notebook_cell import running_shell
+from hooklab.course import guess_cells
 from hooklab.course.environment import old_torch
 from hooklab.course.errors import show_own_lines
 
@@ -32,6 +33,7 @@ def start() -> None:
     warnings.filterwarnings("default", module="__main__")  # once for each line of a cell
     if (shell := running_shell()) is not None:
         _set_figures(shell)
+        guess_cells.follow(shell)
         shell.set_custom_exc((Exception, KeyboardInterrupt), show_own_lines)
 
 
