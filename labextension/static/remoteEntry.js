@@ -1,4 +1,5 @@
 // The language switch: 中文, English or both, in every notebook at once. And pictures for those who only read.
+// Beside it: outputs.js folds what has not run yet, progress.js shows how far one has come.
 //
 // JupyterLab (and Notebook 7) runs this file as it stands, there is no build step. A prebuilt extension is an
 // object in window._JUPYTERLAB: init() receives the modules that JupyterLab shares, get() hands over the plugin.
@@ -8,28 +9,33 @@
 
   const KEY = "hooklab-language"; // in localStorage
   const LANGUAGES = {
-    zh: { button: "中文", command: "只看中文", chinese: "只看中文", english: "Chinese only" },
-    en: { button: "English", command: "English only", chinese: "只看英文", english: "English only" },
-    both: { button: "双语 Both", command: "双语 Both", chinese: "中英对照", english: "both languages" },
+    zh: { button: "中文", command: "只看中文 Chinese only", chinese: "只看中文", english: "Chinese only" },
+    en: { button: "English", command: "只看英文 English only", chinese: "只看英文", english: "English only" },
+    both: { button: "双语 Both", command: "中英对照 Both languages", chinese: "中英对照", english: "both languages" },
   };
   const NAMES = Object.keys(LANGUAGES);
 
-  // A browser may refuse localStorage (private windows, strict settings): then the choice lasts until a reload.
-  function remembered() {
+  // A browser may refuse localStorage (private windows, strict settings): then a choice lasts until a reload.
+  const refused = (use) => {
     try {
-      const name = localStorage.getItem(KEY);
-      return NAMES.includes(name) ? name : "both";
+      return use();
     } catch {
-      return "both";
+      console.warn("hooklab: this browser does not keep choices over a reload");
+      return null;
     }
-  }
+  };
+  const storage = {
+    read: (key) => refused(() => localStorage.getItem(key)),
+    write: (key, value) => refused(() => localStorage.setItem(key, value)),
+    readSession: (key) => refused(() => sessionStorage.getItem(key)),
+    writeSession: (key, value) => refused(() => sessionStorage.setItem(key, value)),
+  };
 
-  function remember(name) {
-    try {
-      localStorage.setItem(KEY, name);
-    } catch {
-      console.warn("hooklab: this browser does not keep the language over a reload");
-    }
+  // Before anybody has chosen: JupyterLab's language or the browser's.
+  function remembered() {
+    const name = storage.read(KEY);
+    if (NAMES.includes(name)) return name;
+    return [document.documentElement.lang, navigator.language].some((one) => one.startsWith("zh")) ? "zh" : "en";
   }
 
   let current;
@@ -38,6 +44,7 @@
     const places = scrollers.filter((scroller) => scroller.checkVisibility()).map(placeIn);
     current = name;
     document.documentElement.dataset.hooklabLanguage = name;
+    document.dispatchEvent(new Event("hooklab-language"));
     places.forEach(keep);
   }
 
@@ -125,7 +132,9 @@
   show(remembered());
   const style = document.createElement("link");
   style.rel = "stylesheet";
-  style.href = new URL("style.css", document.currentScript.src);
+  const source = document.currentScript.src;
+  const beside = (name) => new URL(name, source).href;
+  style.href = beside("style.css");
   document.head.append(style);
 
   // `palette` is null where there is none. The toolbar button is declared in schemas/hooklab/plugin.json:
@@ -134,7 +143,7 @@
     const refresh = () => app.commands.notifyCommandChanged();
     const choose = (name) => {
       show(name);
-      remember(name);
+      storage.write(KEY, name);
       refresh();
     };
     const category = "hooklab 语言 Language";
@@ -194,14 +203,21 @@
       shared = scope;
     },
     async get() {
-      const { ICommandPalette } = await moduleOf("@jupyterlab/apputils");
-      const rendermime = await moduleOf("@jupyterlab/rendermime");
-      const plugin = (id, token, activate) => ({ id, autoStart: true, optional: token ? [token] : [], activate });
+      const [apputils, rendermime, notebook, widgets, services] = await Promise.all(
+        ["@jupyterlab/apputils", "@jupyterlab/rendermime", "@jupyterlab/notebook", "@lumino/widgets", "@jupyterlab/services"].map(moduleOf),
+      );
+      const [{ foldOutputs }, { showProgress }] = await Promise.all([import(beside("outputs.js")), import(beside("progress.js"))]);
+      const plugin = (id, tokens, activate) => ({ id, autoStart: true, optional: tokens.filter(Boolean), activate });
       const plugins = [
-        plugin("hooklab:plugin", ICommandPalette, activate),
-        plugin("hooklab:pictures", rendermime.IRenderMimeRegistry, (_, registry) => {
+        plugin("hooklab:plugin", [apputils.ICommandPalette], activate),
+        plugin("hooklab:pictures", [rendermime.IRenderMimeRegistry], (_, registry) => {
           if (registry) drawAlways(registry, rendermime);
         }),
+        plugin("hooklab:outputs", [apputils.ICommandPalette, notebook.INotebookTracker], (app, palette, tracker) => {
+          if (tracker) foldOutputs(app, palette, tracker, notebook, storage);
+        }),
+        plugin("hooklab:progress", [apputils.ICommandPalette], (app, palette) =>
+          showProgress(app, palette, () => current, widgets, services, notebook, apputils)),
       ];
       return () => ({ __esModule: true, default: plugins });
     },
