@@ -80,8 +80,10 @@ def exercise(which: str | Exercise, answer: Any) -> Message:
     message = judge(task, answer)
     if task.words is None:  # one of the course
         desk.note(task.id, "done" if message.kind == "right" else "tried")
-    _refusals[task.id] += message.kind == "wrong"
-    return _with_offer(message, task) if message.kind == "wrong" and _refusals[task.id] > 1 else message
+    if message.kind != "wrong" or not desk.in_kernel():
+        return message
+    _refusals[task.id] += 1
+    return _with_offer(message, task) if _refusals[task.id] > 1 else message
 
 
 # How often each exercise was refused in this kernel, and how many of its hints were given.

@@ -11,7 +11,7 @@ from typing import Any
 from hooklab._support.notebook_cell import running_shell
 from hooklab._support.table import table
 
-__all__ = ["Progress", "done", "forget", "note", "outline", "path", "progress"]
+__all__ = ["Progress", "done", "forget", "in_kernel", "note", "outline", "path", "progress"]
 
 # How far an item has come, by its id. A step back is no news.
 STEPS = "tried", "done"
@@ -36,8 +36,8 @@ def done() -> dict[str, str]:
 
 def note(name: str, step: str) -> None:
     """Keep that an item has come so far. Only a notebook's kernel writes; a folder that cannot be written is no error."""
-    known = done() if _in_kernel() else {}
-    if not _in_kernel() or known.get(name) in (step, "done"):
+    known = done() if in_kernel() else {}
+    if not in_kernel() or known.get(name) in (step, "done"):
         return
     with suppress(OSError):
         _write(known | {name: step})
@@ -56,7 +56,8 @@ def _write(items: dict[str, str]) -> None:
     begun.replace(path())
 
 
-def _in_kernel() -> bool:
+def in_kernel() -> bool:
+    """Whether a notebook is being worked through here, and no test."""
     return hasattr(running_shell(), "kernel")
 
 

@@ -42,9 +42,7 @@ def _tell(done: Update, own: Path) -> None:
         print(f"hooklab: {folder} 是你自己的笔记本，新放进 {len(done.new)} 本。")
         print(f"hooklab: {folder} holds your own notebooks, {len(done.new)} of them new.")
     if done.replaced:
-        print(
-            f"hooklab: 你还没写过的这几本已换成新版 / new versions of notebooks you had not touched: {', '.join(done.replaced)}"
-        )
+        print(f"hooklab: 没写过的换成了新版 / new versions of what you had not touched: {', '.join(done.replaced)}")
     if done.kept:
         print(
             f"hooklab: 有新版，但你写过、所以没动 / a new version exists, yours was left alone: {', '.join(done.kept)}"

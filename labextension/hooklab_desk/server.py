@@ -11,7 +11,7 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 
 # hooklab itself is not imported: it would load PyTorch into the server.
-COURSE = Path(next(iter(find_spec("hooklab").submodule_search_locations)), "course")
+COURSE = Path(find_spec("hooklab").origin).parent / "course"  # type: ignore[union-attr, arg-type]
 
 
 def _kept() -> Path:
