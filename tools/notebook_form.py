@@ -1,5 +1,6 @@
 """The normal form of a notebook: what `make refresh` writes and the tests demand."""
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ NOTEBOOK_METADATA = {
 }
 SCREEN = 24  # lines of code that fit on a slide below its prose
 PICTURE = 14  # lines of code that are as high as a picture
-CELL_METADATA = ("minutes", "slideshow", "sources", "tags")
+CELL_METADATA = ("jupyter", "minutes", "slideshow", "sources", "tags")
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 
 
@@ -124,10 +125,22 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
     # What a cell prints may come in pieces, never the same ones: how high it is shows when they are merged.
     for node, kind in zip(notebook.cells, slide_types(notebook), strict=True):
         node.metadata["slideshow"] = {"slide_type": kind}
+        node.metadata["jupyter"] = {"source_hidden": True}
         node.metadata = nbformat.from_dict({key: node.metadata[key] for key in CELL_METADATA if key in node.metadata})
         if kind is None:
             del node.metadata["slideshow"]
+        if not only_checks(Cell(node, 0)):
+            del node.metadata["jupyter"]
     return notebook
+
+
+def only_checks(cell: Cell) -> bool:
+    """True for code that a learner need not read: it only asserts, or prints in words what a picture shows."""
+    try:
+        statements = ast.parse(cell.source).body if cell.is_code else []
+    except SyntaxError:  # a magic, or an error that is meant
+        return False
+    return bool(statements) and ("facts" in cell.tags or all(isinstance(one, ast.Assert) for one in statements))
 
 
 def written(notebook: NotebookNode) -> str:

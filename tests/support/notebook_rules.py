@@ -219,6 +219,27 @@ def practice(notebook: Notebook) -> Iterator[str]:
             yield f"{cell.id}: input() stops a run without a person"
 
 
+def guesses_come_first(notebook: Notebook) -> Iterator[str]:
+    """Between a guess and its answer no cell asserts: it would give the answer away."""
+    guessed = False
+    for cell in notebook.code:
+        guessed = guessed or cell.source.startswith("guess = ")
+        if guessed and re.search(r"^\s*assert\b", cell.source, re.MULTILINE):
+            yield f"{cell.id}: asserts before the guess above is judged; move it below the cell with check.predict"
+        guessed = guessed and "check.predict(" not in cell.source
+
+
+def neighbours(notebook: Notebook) -> Iterator[str]:
+    """The first cell and the last one lead to the notebook before, the contents and the next one."""
+    names = [path.name for path in notebook_form.paths()]
+    number = names.index(f"{notebook.stem}.ipynb")
+    wanted = {*names[max(number - 1, 0) : number + 2], names[0]} - {f"{notebook.stem}.ipynb"} | {names[0]}
+    for cell in (notebook.cells[0], notebook.cells[-1]):
+        for language, half in cell.halves.items():
+            if missing := wanted - set(LINK.findall(half)):
+                yield f"{cell.id}: no link to {sorted(missing)} in {language}"
+
+
 def slides(notebook: Notebook) -> Iterator[str]:
     for cell, wanted in zip(notebook.cells, notebook_form.slide_types(notebook.node), strict=True):
         if cell.node.metadata.get("slideshow", {}).get("slide_type") != wanted:
@@ -240,7 +261,7 @@ def _sections(cells: list[Cell]) -> list[list[Cell]]:
 
 RULES: list[Rule] = [
     normal_form, execution_counts, expected_errors, sources_covered, code_length, machine_traces, decimals,
-    pictures_have_facts, formulas, links, tags, opening, parts, practice, slides,
+    pictures_have_facts, formulas, links, tags, opening, parts, practice, guesses_come_first, neighbours, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
     prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
     prose_rules.names_of_the_package, prose_rules.folds, prose_rules.glossary,

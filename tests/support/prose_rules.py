@@ -14,6 +14,7 @@ SPAN = re.compile(r"`([^`\n]+)`")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
+NEIGHBOURS = re.compile(r"^(?:上一本|Previous|\[目录\]|\[Contents\]).*\.ipynb\).*$", re.MULTILINE)  # titles of other notebooks
 PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 MAX_WORDS = 90  # "about 80"
 MAX_HAN = 180  # what 90 English words are in Chinese
@@ -125,7 +126,7 @@ def glossary(notebook) -> Iterator[str]:
                 yield f"{cell.id}: the Chinese says {term['zh'][0]!r}, the English does not say {' / '.join(term['en'])!r}"
             if in_en and not in_zh:
                 yield f"{cell.id}: the English says {term['en'][0]!r}, the Chinese does not say {' / '.join(term['zh'])!r}"
-    everything = "\n".join(zh for cell, zh, _ in _pairs(notebook) if cell.id != "next")  # titles of others
+    everything = "\n".join(NEIGHBOURS.sub("", zh) for cell, zh, _ in _pairs(notebook) if cell.id != "next")
     for term in terms():
         if notebook.stem < term["first"] and term["zh"][0] in everything:
             yield f"{term['zh'][0]}: used before {term['first']}, where the English word is given"
@@ -155,7 +156,8 @@ def _pairs(notebook) -> Iterator[tuple[Cell, str, str]]:
 
 
 def _words_only(half: str) -> str:
-    """Without code, addresses, tables and markup."""
+    """Without code, addresses, tables, markup and the titles of the neighbours."""
+    half = NEIGHBOURS.sub("", half)
     half = re.sub(r"^\|.*$", "", FENCE.sub("", half), flags=re.MULTILINE)
     return re.sub(r"\]\([^)]*\)|<[^>]+>|[*●○]", "", SPAN.sub("", half))
 
