@@ -11,7 +11,7 @@ from hooklab.course.check import (
     Exercise,
     find,
 )
-from hooklab.course.checks.n15_many_tensors_at_once import _trained, record_norms, step_every, step_in_backward
+from hooklab.course.checks.n15_many_tensors_at_once import record_norms, step_every, step_in_backward, trained
 
 _LATEST = {}  # where some keep what each call should keep for itself
 
@@ -161,12 +161,12 @@ _OPTIMIZERS = {}  # where some keep what they should not share
 
 
 def on_each(model, make_hook, register="register_post_accumulate_grad_hook"):
-    return [getattr(param, register)(make_hook(param)) for param in _trained(model)]
+    return [getattr(param, register)(make_hook(param)) for param in trained(model)]
 
 
 def late_binding(model, make_optimizer, count=1):
-    handles, calls = [], dict.fromkeys(_trained(model), 0)
-    for param in _trained(model):
+    handles, calls = [], dict.fromkeys(trained(model), 0)
+    for param in trained(model):
         optimizer = make_optimizer([param])
 
         def step(param):
@@ -180,13 +180,13 @@ def late_binding(model, make_optimizer, count=1):
 
 
 def when_all_arrived(model, make_optimizer):
-    optimizer = make_optimizer(_trained(model))
+    optimizer = make_optimizer(trained(model))
 
     def step(grads):
         optimizer.step()
         optimizer.zero_grad()
 
-    return [register_multi_grad_hook(_trained(model), step)]
+    return [register_multi_grad_hook(trained(model), step)]
 
 
 def thawing(model, make_optimizer):
@@ -200,17 +200,17 @@ def with_frozen(model, make_optimizer):
 
 
 def with_tensor_hooks(model, make_optimizer):
-    small = {param: make_optimizer([param]) for param in _trained(model)}
+    small = {param: make_optimizer([param]) for param in trained(model)}
     return on_each(model, lambda param: lambda grad: small[param].step(), register="register_hook")
 
 
 def without_freeing(model, make_optimizer):
-    small = {param: make_optimizer([param]) for param in _trained(model)}
+    small = {param: make_optimizer([param]) for param in trained(model)}
     return on_each(model, lambda param: lambda param: small[param].step())
 
 
 def filling_zeros(model, make_optimizer):
-    small = {param: make_optimizer([param]) for param in _trained(model)}
+    small = {param: make_optimizer([param]) for param in trained(model)}
 
     def step(param):
         small[param].step()
@@ -229,12 +229,12 @@ def made_anew(model, make_optimizer):
 
 
 def at_the_last(model, make_optimizer):
-    optimizer = make_optimizer(_trained(model))
+    optimizer = make_optimizer(trained(model))
     arrived = []
 
     def step(param):
         arrived.append(param)
-        if len(arrived) == len(_trained(model)):
+        if len(arrived) == len(trained(model)):
             optimizer.step()
             optimizer.zero_grad()
             arrived.clear()
@@ -244,7 +244,7 @@ def at_the_last(model, make_optimizer):
 
 def step_of_the_latest(model, make_optimizer):
     _OPTIMIZERS.clear()
-    _OPTIMIZERS.update({param: make_optimizer([param]) for param in _trained(model)})
+    _OPTIMIZERS.update({param: make_optimizer([param]) for param in trained(model)})
 
     def step(param):
         _OPTIMIZERS[param].step()
@@ -254,7 +254,7 @@ def step_of_the_latest(model, make_optimizer):
 
 
 def one_optimizer(model, make_optimizer):
-    optimizer = make_optimizer(_trained(model))
+    optimizer = make_optimizer(trained(model))
 
     def step(param):
         optimizer.step()
@@ -264,7 +264,7 @@ def one_optimizer(model, make_optimizer):
 
 
 def hoarding(model, make_optimizer):
-    small, kept = {param: make_optimizer([param]) for param in _trained(model)}, {}
+    small, kept = {param: make_optimizer([param]) for param in trained(model)}, {}
 
     def keep(param):
         kept[param], param.grad = param.grad, None
@@ -285,7 +285,7 @@ def stepping(decide, *, free_always=False, divide=False, free=True):
     """An answer with one small optimizer per parameter that steps where `decide(calls, count)`."""
 
     def answer(model, make_optimizer, count):
-        small = {param: make_optimizer([param]) for param in _trained(model)}
+        small = {param: make_optimizer([param]) for param in trained(model)}
         calls = dict.fromkeys(small, 0)
 
         def step(param):
@@ -304,7 +304,7 @@ def stepping(decide, *, free_always=False, divide=False, free=True):
 
 
 def one_for_all(model, make_optimizer, count):
-    optimizer, calls = make_optimizer(_trained(model)), dict.fromkeys(_trained(model), 0)
+    optimizer, calls = make_optimizer(trained(model)), dict.fromkeys(trained(model), 0)
 
     def step(param):
         calls[param] += 1
@@ -321,14 +321,14 @@ def own_turn(calls, param, count):
 
 def weights_only(model, make_optimizer, count):
     handles = step_every(model, make_optimizer, count)
-    for param, handle in zip(_trained(model), handles, strict=True):
+    for param, handle in zip(trained(model), handles, strict=True):
         if param.dim() < 2:
             handle.remove()
     return handles
 
 
 def every_by_the_latest(model, make_optimizer, count):
-    calls = dict.fromkeys(_trained(model), 0)
+    calls = dict.fromkeys(trained(model), 0)
     _OPTIMIZERS.clear()
     _OPTIMIZERS.update({param: make_optimizer([param]) for param in calls})
 
@@ -347,7 +347,7 @@ def every_twice(model, make_optimizer, count):
 
 
 def one_count_of_backwards(model, make_optimizer, count):
-    small, calls = {param: make_optimizer([param]) for param in _trained(model)}, []
+    small, calls = {param: make_optimizer([param]) for param in trained(model)}, []
 
     def step(param):
         if len(calls) % count == 0:
@@ -359,7 +359,7 @@ def one_count_of_backwards(model, make_optimizer, count):
 
 
 def a_hook_on_the_first(model, make_optimizer, count):
-    optimizer, calls = make_optimizer(_trained(model)), []
+    optimizer, calls = make_optimizer(trained(model)), []
 
     def step(param):
         calls.append(param)
@@ -367,7 +367,7 @@ def a_hook_on_the_first(model, make_optimizer, count):
             optimizer.step()
             optimizer.zero_grad()
 
-    return [_trained(model)[0].register_post_accumulate_grad_hook(step)]
+    return [trained(model)[0].register_post_accumulate_grad_hook(step)]
 
 
 WRONG = {
@@ -496,7 +496,7 @@ def counts_to_the_latest(model, make_optimizer, count):
 
 
 def one_group_after_another(model, make_optimizer):
-    first, *others = _trained(model)
+    first, *others = trained(model)
     optimizer = make_optimizer([first])
     for param in others:
         optimizer.add_param_group({"params": [param]})
@@ -509,7 +509,7 @@ def one_group_after_another(model, make_optimizer):
 
 
 def unless_zero(model, make_optimizer):
-    small = {param: make_optimizer([param]) for param in _trained(model)}
+    small = {param: make_optimizer([param]) for param in trained(model)}
 
     def step(param):
         if param.grad.any():
@@ -520,7 +520,7 @@ def unless_zero(model, make_optimizer):
 
 
 def counting_all(model, make_optimizer, count):
-    small, calls = {param: make_optimizer([param]) for param in _trained(model)}, []
+    small, calls = {param: make_optimizer([param]) for param in trained(model)}, []
 
     def step(param):
         calls.append(param)
