@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hooklab._support.torch_private import close_hooks, outer_hooks
 from hooklab.course.check import Exercise, Phrase, Refused, refuse, refuse_first, said, within
+from hooklab.course.checks.calls import equal
 from hooklab.course.checks.stores import (
     CountingStore,
     content_bytes,
@@ -38,7 +39,7 @@ def step_seconds(forward, backward, nbytes, bandwidth, overlap):
 _close = partial(isclose, rel_tol=1e-6)
 
 FIRST = 1.0, 2.0, 60e9, 40.0  # a way takes 1.5 s: hidden behind backward, and not all of it behind forward
-OTHERS = (0.085, 0.17, 45.4e9, 55.0), (0.5, 0.25, 10e9, 25.0), (0.1, 0.2, 0, 10.0)
+REST = (0.085, 0.17, 45.4e9, 55.0), (0.5, 0.25, 10e9, 25.0), (0.1, 0.2, 0, 10.0)
 
 SERIAL = [  # the first call, without overlap: 3 s of computing and 3 s of moving
     ("one_way", lambda t: _close(t.got, 3 + 1.5)),
@@ -60,7 +61,7 @@ OVERLAPPED = [  # the first call, with overlap: 1.5 s in forward and 2 s in back
 def examine_step_seconds(answer):
     refuse_first(SERIAL, got=_number(answer(*FIRST, False)))
     refuse_first(OVERLAPPED, got=_number(answer(*FIRST, True)))
-    for call in [(*numbers, overlap) for numbers in OTHERS for overlap in (False, True)]:
+    for call in [(*numbers, overlap) for numbers in REST for overlap in (False, True)]:
         got = _number(answer(*call))
         if not _close(got, step_seconds(*call)):
             refuse("one_example", call=call, got=got)
@@ -116,7 +117,7 @@ RESULT = [  # what the first call has returned
 USED = [  # backward is over, and what was returned has been deleted; `plain` is the same module under the solution
     ("hidden_parameters", lambda t: t.count != t.own_count),
     ("copied_parameters", lambda t: {*map(id, t.wrapped.parameters())} != {*map(id, t.module.parameters())}),
-    ("other_gradients", lambda t: not _same_grads((t.x, *t.wrapped.parameters()), (t.plain_x, *t.plain.parameters()))),
+    ("other_gradients", lambda t: not all(map(equal, _grads(t.wrapped, t.x), _grads(t.plain, t.plain_x)))),
     ("nothing_moved", lambda t: not t.moved),
     ("moved_own", lambda t: t.moved > t.wanted),
     ("too_few", lambda t: t.moved < t.wanted),
@@ -157,9 +158,9 @@ def _examine_calls(answer):
         USED,
         plain=plain,
         plain_x=plain_x,
+        wrapped=wrapped,
         module=module,
         x=x,
-        wrapped=wrapped,
         count=len(list(wrapped.parameters())),
         own_count=len(list(module.parameters())),
         moved=moved,
@@ -197,9 +198,8 @@ def _moves_outside(store):
     return len(store.written) > before
 
 
-def _same_grads(tensors, others):
-    pairs = zip(tensors, others, strict=True)
-    return all(tensor.grad is not None and torch.equal(tensor.grad, other.grad) for tensor, other in pairs)
+def _grads(module, x):
+    return [tensor.grad for tensor in (x, *module.parameters())]
 
 
 def _examine_two_inputs(answer):
@@ -249,7 +249,7 @@ def zeros_store():
     return Store()
 
 
-MORE = {  # a tensor for each of these phrases
+SAMPLES = {  # what is written after that, by the phrase for it
     "signs": torch.tensor([0.0, -0.0, float("nan"), 1.5, float("-inf"), 0.0]),
     "tiny": torch.tensor([0.0, 1e-30, -1e-42, 2.0]),
     "none": torch.arange(1.0, 6.0),
@@ -298,7 +298,7 @@ def examine_zeros_store(answer):
     _examine_second_write(store, slot, content, torch.tensor([0.0, 1.0, 2.0]))
     _examine_two_reads(store)
     _examine_size(answer(), content)
-    for name, tensor in MORE.items():
+    for name, tensor in SAMPLES.items():
         _examine_another(store, tensor, name)
     _examine_second_write(store, store.write(content), content, torch.tensor([0, 3]))
 
