@@ -38,7 +38,7 @@ def step_seconds(forward, backward, nbytes, bandwidth, overlap):
 
 _close = partial(isclose, rel_tol=1e-6)
 
-FIRST = 1.0, 2.0, 60e9, 40.0  # a way takes 1.5 s: hidden behind backward, and not all of it behind forward
+FIRST = 1.0, 2.0, 60e9, 40.0  # one way takes 1.5 s: backward is long enough to hide it, forward is not
 REST = (0.085, 0.17, 45.4e9, 55.0), (0.5, 0.25, 10e9, 25.0), (0.1, 0.2, 0, 10.0)
 
 SERIAL = [  # the first call, without overlap: 3 s of computing and 3 s of moving
@@ -249,7 +249,7 @@ def zeros_store():
     return Store()
 
 
-SAMPLES = {  # what is written after that, by the phrase for it
+SAMPLES = {  # what else is written, by the phrase for it
     "signs": torch.tensor([0.0, -0.0, float("nan"), 1.5, float("-inf"), 0.0]),
     "tiny": torch.tensor([0.0, 1e-30, -1e-42, 2.0]),
     "none": torch.arange(1.0, 6.0),
@@ -272,7 +272,7 @@ NOT_BACK = [  # some bit read differs; the memory of what was written, `source`,
     ("other_content", lambda t: True),
 ]
 
-SIZE = [  # of a slot, and of what the store itself has more than before once the slot is gone
+SIZE = [  # the bytes that a slot takes, and those left in the store once the slot is gone
     ("too_large", lambda t: t.total > t.limit),
     ("nothing_in_slot", lambda t: t.total < 0.1 * t.nbytes),
     ("left_in_store", lambda t: t.left > 0.1 * t.nbytes),

@@ -662,7 +662,6 @@ WRONG = {
     },
 }
 
-
 ALSO_WRONG = [
     ("33.C", "other_content", ShortIndices),
     ("33.C", "raised", bytes_for_a_mask(lambda mask, values: values if mask.bool() else mask)),
@@ -677,6 +676,8 @@ ALSO_WRONG = [
     ("33.D", "part_only", _views(flat=lambda tensor: tensor.flatten().view(torch.uint8))),
     ("33.C", "lost_sign", _kept(bits_of_float32)),
     ("33.C", "lost_sign", _kept(signs_of_real_numbers)),
+    ("33.C", "no_store", lambda: zeros_store().write),
+    ("33.D", "moved_twice", lambda store: lambda tensor: lambda: pack_views(store)(tensor)()),
 ]
 
 RIGHT = [
