@@ -6,21 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from answers.around import clearing, gradients_off, modes_of, swallowing
 from hooklab.course.checks.n23_watching_a_model_run import first_nan, never_called, output_shapes
 from hooklab.layers.statistics import layer_statistics
 
 # ---- what the three exercises share ----
-
-
-def _modes_of(model):
-    """A function that puts every module back into the mode that it is in now."""
-    flags = [(module, module.training) for module in model.modules()]
-
-    def restore(model):
-        for module, flag in flags:
-            module.training = flag
-
-    return restore
 
 
 @contextmanager
@@ -30,37 +20,6 @@ def _hung(layers, hook_for):
         for name, layer in layers:
             hooks.enter_context(layer.register_forward_hook(hook_for(name)))
         yield
-
-
-def gradients_off(solution):
-    def answer(model, x):
-        torch.set_grad_enabled(False)
-        return solution(model, x)
-
-    return answer
-
-
-def clearing(solution):
-    """Takes off all hooks, its own or not."""
-
-    def answer(model, x):
-        try:
-            return solution(model, x)
-        finally:
-            for module in model.modules():
-                module._forward_hooks.clear()
-
-    return answer
-
-
-def swallowing(solution, instead):
-    def answer(model, x):
-        try:
-            return solution(model, x)
-        except RuntimeError:
-            return instead
-
-    return answer
 
 
 def naming(solution):
@@ -102,11 +61,11 @@ def _shapes(model, x, mode=_nothing, finish=_nothing, hook_for=_shape_of_output)
 
 
 def shapes_restored(model, x):
-    return _shapes(model, x, nn.Module.eval, _modes_of(model))
+    return _shapes(model, x, nn.Module.eval, modes_of(model))
 
 
 def shapes_mode_after_error(model, x):
-    restore, shapes = _modes_of(model), {}
+    restore, shapes = modes_of(model), {}
     with _hung(model.named_children(), lambda name: _shape_of_output(shapes, name)):
         model.eval()(x)
     restore(model)
@@ -124,7 +83,7 @@ def shapes_of_inputs(model, x):
     def hook_for(shapes, name):
         return lambda module, args, output: shapes.update({name: args[0].shape})
 
-    return _shapes(model, x, nn.Module.eval, _modes_of(model), hook_for)
+    return _shapes(model, x, nn.Module.eval, modes_of(model), hook_for)
 
 
 def shapes_by_default(model, x, shapes={}):  # noqa: B006
@@ -144,7 +103,7 @@ def shapes_untracked(model, x):
 
 
 def shapes_one_name(model, x):
-    restore, shapes = _modes_of(model), {}
+    restore, shapes = modes_of(model), {}
     with ExitStack() as hooks:
         for name, child in model.named_children():
             hook = lambda module, args, output: shapes.update({name: tuple(output.shape)})  # noqa: B023, E731
@@ -156,7 +115,7 @@ def shapes_one_name(model, x):
 
 def shapes_in_order(model, x):
     """Takes the order in which the layers run for that in which they are defined."""
-    restore, shapes = _modes_of(model), []
+    restore, shapes = modes_of(model), []
     with _hung(model.named_children(), lambda name: lambda module, args, output: shapes.append(tuple(output.shape))):
         model.eval()(x)
     restore(model)
@@ -170,7 +129,7 @@ def shapes_on_module(model, x):
 
 
 def shapes_hooks_left(model, x):
-    restore, shapes = _modes_of(model), {}
+    restore, shapes = modes_of(model), {}
     for name, child in model.named_children():
         child.register_forward_hook(_shape_of_output(shapes, name))
     model.eval()(x)
@@ -179,7 +138,7 @@ def shapes_hooks_left(model, x):
 
 
 def shapes_of_all(model, x):
-    restore, shapes = _modes_of(model), {}
+    restore, shapes = modes_of(model), {}
     with _hung(model.named_modules(), lambda name: _shape_of_output(shapes, name)):
         model.eval()(x)
     restore(model)
@@ -486,7 +445,7 @@ def nan_one_by_one(model, x):
 
 
 def nan_mode_after_error(model, x):
-    restore = _modes_of(model)
+    restore = modes_of(model)
     name = first_nan(model.eval(), x)
     restore(model)
     return name

@@ -5,43 +5,9 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor, nn
 
+from answers.around import clearing, gradients_off, modes_of, swallowing
 from hooklab import features
 from hooklab.course.checks.n24_extracting_features import embed, feature, overwritten
-
-# ---- what the exercises share ----
-
-
-def gradients_off(solution):
-    def answer(*given):
-        torch.set_grad_enabled(False)
-        return solution(*given)
-
-    return answer
-
-
-def clearing(solution):
-    """Takes off all hooks, its own or not."""
-
-    def answer(model, *given):
-        try:
-            return solution(model, *given)
-        finally:
-            for module in model.modules():
-                module._forward_hooks.clear()
-
-    return answer
-
-
-def _modes_of(model):
-    """A function that puts every module back into the mode that it is in now."""
-    modes = [(module, module.training) for module in model.modules()]
-
-    def restore():
-        for module, training in modes:
-            module.training = training
-
-    return restore
-
 
 # ---- 24.A: the output of one layer, by hand ----
 
@@ -214,12 +180,12 @@ def _restoring(run):
     """A wrong answer: `run` in evaluation mode, and every flag restored."""
 
     def answer(model, name, batches):
-        restore = _modes_of(model)
+        restore = modes_of(model)
         model.eval()
         try:
             return run(model, name, batches)
         finally:
-            restore()
+            restore(model)
 
     return answer
 
@@ -285,13 +251,13 @@ def part_left_in_eval(model, name, batches):
 
 
 def dropout_on(model, name, batches):
-    restore = _modes_of(model)
+    restore = modes_of(model)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     with torch.no_grad():
         rows = _means(model, name, batches)
-    restore()
+    restore(model)
     return torch.cat(rows)
 
 
@@ -332,19 +298,19 @@ def embed_without_finally(model, name, batches):
 
 
 def embed_restoring_last(model, name, batches):
-    restore = _modes_of(model)
+    restore = modes_of(model)
     with torch.no_grad():
         got = torch.cat(_means(model.eval(), name, batches))
-    restore()
+    restore(model)
     return got
 
 
 def mean_of_all(model, name, batches):
     """One number for all images."""
-    restore = _modes_of(model)
+    restore = modes_of(model)
     with torch.no_grad():
         means = _means(model.eval(), name, batches, torch.mean)
-    restore()
+    restore(model)
     return sum(means) / len(means)
 
 
@@ -433,13 +399,6 @@ def last_call(model, x):
             hooks.enter_context(module.register_forward_hook(note))
         model(x)
     return [name for name, (output, version) in noted.items() if output._version != version]
-
-
-def overwritten_swallowed(model, x):
-    try:
-        return overwritten(model, x)
-    except RuntimeError:
-        return []
 
 
 def every_call(model, x, run=lambda model, x: model(x)):
@@ -550,7 +509,7 @@ WRONG = {
         "wrong_names": _by_version(_pieces),
         "left_behind": _by_version(clean=False),
         "left_after_error": _by_version(),
-        "hid_error": overwritten_swallowed,
+        "hid_error": swallowing(overwritten, []),
         "removed_others": clearing(overwritten),
         "one_call": last_call,
         "name_twice": every_call,
