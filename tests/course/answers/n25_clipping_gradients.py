@@ -5,7 +5,7 @@ from torch import nn
 
 from hooklab import clip, clip_gradients, select
 from hooklab.course.check import Exercise, find
-from hooklab.course.checks.n25_clipping_gradients import _capped, clip_by_group, clip_per_sample, clipped_share
+from hooklab.course.checks.n25_clipping_gradients import capped, clip_by_group, clip_per_sample, clipped_share
 
 # ---- 25.A: how much would clipping touch? ----
 
@@ -182,7 +182,7 @@ def _capped_together(grads, max_norm):
 
 
 def sample_by_parameter(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(model, loss_fn, inputs, targets, lambda grads: [_capped(part, max_norm) for part in grads])
+    _per_sample(model, loss_fn, inputs, targets, lambda grads: [capped(part, max_norm) for part in grads])
 
 
 def sample_by_entry(model, loss_fn, inputs, targets, max_norm):
@@ -282,7 +282,7 @@ def sample_on_top(model, loss_fn, inputs, targets, max_norm):
 def sample_hooks(model, loss_fn, inputs, targets, max_norm):
     for param in model.parameters():
         if param.requires_grad:
-            param.register_hook(lambda grad: _capped(grad, max_norm))
+            param.register_hook(lambda grad: capped(grad, max_norm))
     sample_plain(model, loss_fn, inputs, targets, max_norm)
 
 
