@@ -1,5 +1,6 @@
 """Checks of notebook 21: forward hooks."""
 
+from collections import OrderedDict
 from contextlib import ExitStack
 from functools import partial
 
@@ -337,9 +338,8 @@ def examine_shapes_of(answer):
     if shapes.get("tags") == (2, 1, 3):
         refuse("first_call")
     _examine_shapes(shapes, TAGGER, model)
-    model = nn.Sequential()
-    model.add_module("log", _Layer(lambda x: None))
-    model.add_module("attention", _Layer(lambda x: (torch.ones(2, 3), None, 3)))
+    odd = {"log": _Layer(lambda x: None), "attention": _Layer(lambda x: (torch.ones(2, 3), None, 3))}
+    model = nn.Sequential(OrderedDict(odd))
     _examine_shapes(_run(answer, model, torch.ones(2, 3), "nested"), ODD, model)
     shapes = _run(answer, nn.Linear(3, 2), torch.ones(4, 3), "alone_raised", KeyError)
     if shapes != {"": (4, 2)}:
@@ -349,7 +349,7 @@ def examine_shapes_of(answer):
 
 
 def _run(answer, model, x, key=None, errors=(KeyError, AttributeError, TypeError)):
-    """What the answer returns; refused are what it leaves on the model or does to it, and, where a key is given, `errors`."""
+    """What the answer returns. Refused is what it leaves on the model or changes of it, and under `key` one of `errors`."""
     before = Before(model)
     try:
         shapes = answer(model, x)
