@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooklab.course.refusals import expect_like, refuse, refuse_first
+from hooklab.course.refusals import expect_like, refuse_first
 
-__all__ = ["all_close", "compare", "equal", "hook_maker", "raised", "refuse_result_of"]
+__all__ = ["all_close", "compare", "equal", "hook_maker", "raised"]
 
 Mistakes = Iterable[tuple[str, Callable[[Any], object]]]
 
@@ -62,20 +62,6 @@ def _judge(answer: Callable, solution: Callable, call: dict, facts: dict, mistak
     refuse_first(mistakes, **call, **facts, after=after, got=got, want=want)
     if got is not None or want is not None:
         expect_like(got, want, what)
-
-
-def refuse_result_of(mistakes: Iterable[tuple[str, Callable[[Any], Sequence[Any]]]], found: Any, **facts: Any) -> None:
-    """Refuse `found`, numbers that are not what is wanted, for the first of `mistakes` that gives them.
-
-    Args:
-        mistakes: each a key, and what comes out of that mistake: one or several values, computed from the facts.
-        found: a tensor or a number.
-    """
-    found = torch.as_tensor(found)
-    for key, results in mistakes:
-        values = [torch.as_tensor(value, dtype=found.dtype) for value in results(SimpleNamespace(**facts))]
-        if any(torch.allclose(found, value, rtol=1e-3, atol=1e-4) for value in values):
-            refuse(key, **facts)
 
 
 def equal(got: Any, want: Tensor) -> bool:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from hooklab import clip, select
 from hooklab.course.check import Exercise, refuse, refuse_first, refuse_same_object
-from hooklab.course.checks.calls import all_close, refuse_result_of
+from hooklab.course.checks.calls import all_close
 from hooklab.course.checks.models import Before
+from hooklab.course.refusals import refuse_result_of
 
 # ---- 25.A: how much would clipping touch? ----
 
