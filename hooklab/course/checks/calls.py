@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hooklab.course.refusals import expect_like, refuse_first
 
-__all__ = ["all_close", "compare", "equal", "hook_maker", "raised"]
+__all__ = ["all_close", "close", "compare", "equal", "hook_maker", "outcome", "raised"]
 
 Mistakes = Iterable[tuple[str, Callable[[Any], object]]]
 
@@ -69,6 +69,12 @@ def equal(got: Any, want: Tensor) -> bool:
     return isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got, want)
 
 
+def close(got: Any, want: Tensor) -> bool:
+    """True if `got` is a tensor with the shape and the dtype of `want`, and values that agree."""
+    same_kind = isinstance(got, Tensor) and (got.shape, got.dtype) == (want.shape, want.dtype)
+    return same_kind and torch.allclose(got.detach(), want, rtol=1e-4, atol=1e-6)
+
+
 def all_close(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
     """True if both hold the same names, with values that agree."""
     return found.keys() == want.keys() and all(torch.allclose(found[name], want[name]) for name in want)
@@ -81,3 +87,11 @@ def raised(call: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def outcome(call: Callable, *given: Any) -> Any:
+    """What a call returns, or the error that it raises."""
+    try:
+        return call(*given)
+    except Exception as error:
+        return error
