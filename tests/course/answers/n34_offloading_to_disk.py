@@ -22,8 +22,8 @@ from hooklab.course.checks.n34_offloading_to_disk import (
     byte_store,
     disk_hooks,
     large_only,
-    save_to_disk,
 )
+from hooklab.course.checks.n34_save_to_disk import save_to_disk
 from hooklab.stores import Disk
 
 # ---- 34.A: a file that goes with the graph ----
