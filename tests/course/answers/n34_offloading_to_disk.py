@@ -18,9 +18,9 @@ from hooklab import Offload
 from hooklab.course.check import Exercise, find
 from hooklab.course.checks.n34_offloading_to_disk import (
     DESCRIPTORS,
-    _files,
     byte_store,
     disk_hooks,
+    files_in,
     large_only,
 )
 from hooklab.course.checks.n34_save_to_disk import save_to_disk
@@ -84,7 +84,7 @@ def _by_size(folder):
     """One more letter for each packing of a size, and every letter removed when one of them goes."""
 
     def remove(name):
-        for other in _files(folder):
+        for other in files_in(folder):
             os.remove(other)
 
     return _to_files(folder, remove=remove)
