@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab.course.check import Exercise, Phrase, refuse, refuse_first, refuse_latest_call, within
 from hooklab.course.checks.pairs import is_pair, refuse_latest_pair, refuse_unpacked_once
-from hooklab.course.checks.stores import dtype_and_shape, edited, holds_memory, same_bits
+from hooklab.course.checks.stores import dtype_and_shape, edited, holds_memory, reads_back, same_bits
 from hooklab.saved import Offload
 
 
@@ -228,14 +228,14 @@ def byte_store():
 
 WRITTEN = [  # after one tensor has been written: `entries` are in `held`
     ("edits_input", lambda t: edited(t.given, t.sample)),
-    ("not_bytes", lambda t: len(t.entries) != 1 or not isinstance(t.entries[0], bytes)),
-    ("whole_memory", lambda t: _stored(t) == t.memory > t.sample.nbytes),
-    ("wrong_length", lambda t: _stored(t) != t.sample.nbytes),
+    ("not_bytes", lambda t: _not_bytes(t)),
+    ("whole_memory", lambda t: _whole_memory(t)),
+    ("wrong_length", lambda t: t.stored != t.sample.nbytes),
 ]
 
 READ = [  # what `read` has returned
     ("not_a_tensor", lambda t: not isinstance(t.got, Tensor)),
-    ("wrong_dtype", lambda t: (t.got.dtype, t.got.shape) != (t.sample.dtype, t.sample.shape)),
+    ("wrong_dtype", lambda t: _other_kind(t)),
     ("wrong_bits", lambda t: not same_bits(t.got, t.sample)),
 ]
 
@@ -246,11 +246,7 @@ def examine_byte_store(answer):
         refuse("returned_nothing")
     if not isinstance(getattr(store, "held", None), MutableMapping):
         refuse("no_held", store=store)
-    special = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
-    for sample in (
-        *(special, special.to(torch.bfloat16), special.half(), special.double() / 3, torch.tensor([True, False])),
-        *(torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]), torch.arange(9.0)[3:6]),
-    ):
+    for sample in _samples():
         _examine_sample(answer(), sample)
     if answer().held is store.held:
         refuse("one_for_all")
@@ -263,38 +259,40 @@ def examine_byte_store(answer):
     _examine_at_work(answer())
 
 
+def _samples():
+    special = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
+    yield from (special, special.to(torch.bfloat16), special.half(), special.double() / 3, torch.tensor([True, False]))
+    yield from (torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]))
+    yield torch.arange(9.0)[3:6]
+
+
 def _examine_sample(store, sample):
     given = deepcopy(sample)  # with all the memory behind it
-    dtype, memory = _name(sample.dtype), sample.untyped_storage().nbytes()
+    told = {"sample": sample, "dtype": str(sample.dtype).removeprefix("torch.")}
     try:
         slot = store.write(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        refuse("write_failed", dtype=dtype, error=error)
-    entries = list(store.held.values())
-    kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"
-    refuse_first(
-        WRITTEN,
-        given=given,
-        sample=sample,
-        dtype=dtype,
-        memory=memory,
-        entries=entries,
-        kinds=kinds,
-        count=len(entries),
-    )
-    _expect(_read(store, slot, "first_time"), sample)
+        refuse("write_failed", **told, error=error)
+    refuse_first(WRITTEN, **told, given=given, entries=list(store.held.values()))
+    refuse_first(READ, **told, got=_read(store, slot, "first_time"))
     _read(store, slot, "second_time").zero_()
     if not same_bits(_read(store, slot, "third_time"), sample):
         refuse("shares_memory")
 
 
-def _name(dtype):
-    return str(dtype).removeprefix("torch.")
+def _not_bytes(t):
+    t.count, t.kinds = len(t.entries), ", ".join(sorted({type(entry).__name__ for entry in t.entries})) or "-"
+    return (t.count, t.kinds) != (1, "bytes")
 
 
-def _stored(t):
-    t.stored = len(t.entries[0])
-    return t.stored
+def _whole_memory(t):
+    t.stored, t.memory = len(t.entries[0]), t.sample.untyped_storage().nbytes()
+    return t.stored == t.memory > t.sample.nbytes
+
+
+def _other_kind(t):
+    t.count, t.got_shape = t.sample.numel(), list(t.got.shape)
+    return (t.got.dtype, t.got.shape) != (t.sample.dtype, t.sample.shape)
 
 
 def _read(store, slot, time="once"):
@@ -302,17 +300,6 @@ def _read(store, slot, time="once"):
         return store.read(slot)
     except KeyError:
         refuse("read_once", time=Phrase(time))
-
-
-def _expect(got, sample):
-    refuse_first(
-        READ,
-        got=got,
-        sample=sample,
-        dtype=_name(sample.dtype),
-        count=sample.numel(),
-        got_shape=list(getattr(got, "shape", ())),
-    )
 
 
 def _examine_keys(store):
@@ -342,15 +329,8 @@ def _examine_freed(store):
     first, equal = store.write(torch.ones(3)), store.write(torch.ones(3))
     del first
     gc.collect()
-    try:
-        _expect(store.read(equal), torch.ones(3))
-    except KeyError:
+    if not reads_back(store, equal, torch.ones(3)):
         refuse("freed_equal")
-    del equal
-    slot, other = store.write(torch.ones(3)), store.write(torch.ones(5))
-    del slot
-    gc.collect()
-    _expect(_read(store, other), torch.ones(5))
 
 
 def _examine_left(store):
@@ -408,7 +388,7 @@ THRESHOLD = [  # one tensor of each of these shapes is saved, `at_least` is 100
     ("threshold_off", lambda t: t.moved != [(25, 4), (101,), (50, 4)]),
 ]
 
-SMALL = [  # what is computed of a small tensor, what is done to the result, and whether backward then has to raise
+SMALL = [  # what is refused, what is computed of a small tensor, what is done to the result, and whether backward then has to raise
     ("edit_unnoticed", torch.exp, lambda y: y.mul_(2), True),
     ("false_alarm", lambda x: (x * 2).add_(1).sin(), lambda y: None, False),
     ("same_values", torch.exp, lambda y: y.mul_(1), True),
@@ -426,36 +406,44 @@ INNER = {  # a pair of hooks that packs into something else
 
 
 def examine_large_only(answer):
-    moved = _moved(answer, 100, map(torch.zeros, SHAPES))
-    refuse_first(THRESHOLD, moved=moved)
+    refuse_first(THRESHOLD, moved=[shape for shape, *_ in _given(answer, 100, map(torch.zeros, SHAPES))])
     _examine_other_thresholds(answer)
     pair = _pair(answer(*INNER["tensor"], 100))
-    _examine_leak(pair)
-    for key, compute, then, edited_since in SMALL:
-        _examine_edit(pair, key, 3, compute, then, edited_since)
+    if _kept(pair, lambda: [torch.zeros(3, requires_grad=True).exp()]):
+        refuse("leaks")
+    for edit in SMALL:
+        _examine_edit(pair, 3, *edit)
     for kind, inner in INNER.items():
         _examine_values(answer(*inner, 100), kind)
-    _examine_edit(pair, "checked_once", 3, torch.exp, _backward_and_edit, True)
+    _examine_edit(pair, 3, "checked_once", torch.exp, _backward_and_edit, True)
     # What `pack` has copied away may be freed, and edited.
     copying = answer(lambda saved: saved.tolist(), torch.tensor, 100)
-    _examine_large_leak(copying)
-    _examine_edit(copying, "large_checked", 200, torch.exp, lambda y: y.mul_(2), False)
-    _examine_given(answer)
+    if _kept(copying, lambda: [hidden := torch.zeros(200, requires_grad=True) + 1, hidden.sin()]):
+        refuse("large_kept")
+    _examine_edit(copying, 200, "large_checked", torch.exp, lambda y: y.mul_(2), False)
+    # A `pack` may know parameters by their storage, or ask for `requires_grad`.
+    hidden = torch.ones(200, requires_grad=True) * 2
+    if _given(answer, 100, [hidden]) != [((200,), hidden.untyped_storage().data_ptr(), True)]:
+        refuse("other_tensor")
     refuse_latest_pair(answer, (torch.detach, _same, 10), (torch.zeros_like, _same, 10), torch.ones(20))
+
+
+def _given(answer, at_least, tensors):
+    """What `pack` is given when these are saved: of each its shape, where its memory lies, and `requires_grad`."""
+    given = []
+
+    def pack(saved):
+        given.append((tuple(saved.shape), saved.untyped_storage().data_ptr(), saved.requires_grad))
+        return saved.detach()
+
+    with saved_tensors_hooks(*_pair(answer(pack, _same, at_least))):
+        for tensor in tensors:
+            tensor.requires_grad_().sin()
+    return given
 
 
 def _same(packed):
     return packed
-
-
-def _moved(answer, at_least, tensors):
-    """The shapes of those that are given to `pack`, when each of the tensors is saved."""
-    moved = []
-    pair = _pair(answer(lambda saved: moved.append(tuple(saved.shape)) or saved.detach(), _same, at_least))
-    with saved_tensors_hooks(*pair):
-        for tensor in tensors:
-            tensor.requires_grad_().sin()
-    return moved
 
 
 def _examine_other_thresholds(answer):
@@ -466,34 +454,23 @@ def _examine_other_thresholds(answer):
         (100, torch.zeros(300)[:60]),
         (100, torch.zeros(120, dtype=torch.bfloat16)),
     ):
-        moved, count, memory = _moved(answer, at_least, [x]), x.numel(), x.untyped_storage().nbytes()
-        if bool(moved) != (count >= at_least):
+        moved, count, memory = bool(_given(answer, at_least, [x])), x.numel(), x.untyped_storage().nbytes()
+        if moved != (count >= at_least):
             given = Phrase("given" if moved else "not_given")
             refuse("other_threshold", at_least=at_least, count=count, dtype=x.dtype, memory=memory, given=given)
 
 
-def _examine_leak(pair):
+def _kept(pair, compute):
+    """Whether the memory of the first of these results is still there when it is gone, with the others alive."""
     with saved_tensors_hooks(*pair):
-        y = torch.zeros(3, requires_grad=True).exp()
-    memory = weakref.ref(y.untyped_storage())
-    del y
+        first, *_others = compute()
+    memory = weakref.ref(first.untyped_storage())
+    del first
     gc.collect()
-    if memory() is not None:
-        refuse("leaks")
+    return memory() is not None
 
 
-def _examine_large_leak(pair):
-    hidden = torch.zeros(200, requires_grad=True) + 1
-    with saved_tensors_hooks(*pair):
-        _result = hidden.sin()
-    memory = weakref.ref(hidden.untyped_storage())
-    del hidden
-    gc.collect()
-    if memory() is not None:
-        refuse("large_kept")
-
-
-def _examine_edit(pair, key, size, compute, then, edited_since):
+def _examine_edit(pair, size, key, compute, then, edited_since):
     """Refuse for `key` where backward raises a RuntimeError though nothing was edited, or does not though it was."""
     with saved_tensors_hooks(*pair):
         y = compute(torch.zeros(size, requires_grad=True))
@@ -528,21 +505,6 @@ def _examine_values(pair, kind):
         if not torch.allclose(x.grad, x.detach().exp(), rtol=1e-4):
             refuse("not_restored", **found, raised="-")
         refuse_unpacked_once(y.sum())
-
-
-def _examine_given(answer):
-    """A `pack` may know parameters by their storage, or ask for `requires_grad`."""
-    given = []
-
-    def pack(saved):
-        given.append((saved.untyped_storage().data_ptr(), saved.requires_grad))
-        return saved.detach()
-
-    hidden = torch.ones(200, requires_grad=True) * 2
-    with saved_tensors_hooks(*answer(pack, _same, 100)):
-        hidden.sin()
-    if given != [(hidden.untyped_storage().data_ptr(), True)]:
-        refuse("other_tensor")
 
 
 LARGE_ONLY = Exercise("34.C", examine_large_only, large_only)

@@ -71,10 +71,10 @@ RUN = [  # after one forward and backward; `want` is the run of the solution
     ("no_tools", lambda t: not t.got.writes and not t.tools),
     ("nothing_moved", lambda t: not t.got.writes),
     ("wrong_folder", lambda t: _folders(t.got.writes) != {t.folder}),
-    ("moved_own", lambda t: _moved_own(t)),
-    ("moved_small", lambda t: _smallest(t) < 4096),
-    ("threshold_off", lambda t: _smallest(t) > 4096),
-    ("kept_some", lambda t: _kept(t) > 0),
+    ("moved_own", lambda t: t.moved),
+    ("moved_small", lambda t: t.smallest < 4096),
+    ("threshold_off", lambda t: t.smallest > 4096),
+    ("kept_some", lambda t: t.kept > 0),
     ("wrong_gradients", lambda t: not all(map(torch.equal, t.got.grads, t.want.grads))),
 ]
 
@@ -111,7 +111,10 @@ def _examine_wrapper(answer, folder, elsewhere, seen):
     wrapped = answer(model, folder)
     refuse_first(MADE, wrapped=wrapped, model=model)
     got = _attend(wrapped, model, seen)
-    refuse_first(RUN, model=model, folder=folder, called=len(called), tools=seen.tools, got=got, want=want)
+    found = {"called": len(called), "tools": seen.tools, "moved": len(_of_its_own(got.writes, model))}
+    found["smallest"] = min((write.memory for write in got.writes), default=0)
+    found["kept"] = _size(want.writes) - _size(got.writes)
+    refuse_first(RUN, got=got, want=want, folder=folder, **found)
     if not _in_thread(lambda: _attend(wrapped, model, seen)).writes:
         refuse("other_thread")
     if _written_outside(seen):
@@ -218,21 +221,9 @@ def _of_its_own(writes, model):
     return [own for own in (*model.parameters(), *model.buffers()) if any(write.is_of(own) for write in writes)]
 
 
-def _moved_own(t):
-    t.moved = len(_of_its_own(t.got.writes, t.model))
-    return t.moved
-
-
-def _smallest(t):
-    t.smallest = min(write.memory for write in t.got.writes)
-    return t.smallest
-
-
-def _kept(t):
+def _size(writes):
     """Of the content: a store around a `Disk` may be given a copy, which lies in a memory no larger than that."""
-    most, moved = (sum(write.content.nbytes for write in run.writes) for run in (t.want, t.got))
-    t.kept = most - moved
-    return t.kept
+    return sum(write.content.nbytes for write in writes)
 
 
 SAVE_TO_DISK = Exercise("34.D", examine_save_to_disk, save_to_disk)
