@@ -76,8 +76,8 @@ def _examine_files(answer, folder, elsewhere):
     _refuse_left("leaked", folder)
     _forward(pair)
     _refuse_left("left_without_backward", folder)
-    runs = [_forward(answer(folder), factor) for factor in (1.0, 0.5)]
-    for x, z, want in runs:
+    # Two pairs at a time, first in one folder and then in two.
+    for x, z, want in [_forward(answer(folder), factor) for factor in (1.0, 0.5)]:
         with suppress(FileNotFoundError):
             z.sum().backward()
         if x.grad is None or not torch.allclose(x.grad, want, rtol=1e-4):
@@ -100,7 +100,7 @@ def _examine_graph(pair, folder):
         refuse("no_file")
     if written < 4:
         refuse("same_name", written=written)
-    _first = z.grad_fn._saved_self
+    _first = z.grad_fn._saved_self  # it stays while it is read again
     try:
         _second = z.grad_fn._saved_self
     except (FileNotFoundError, KeyError, RuntimeError) as error:
@@ -388,14 +388,15 @@ THRESHOLD = [  # one tensor of each of these shapes is saved, `at_least` is 100
     ("threshold_off", lambda t: t.moved != [(25, 4), (101,), (50, 4)]),
 ]
 
-SMALL = [  # what is refused, what is computed of a small tensor, what is done to the result, and whether backward then has to raise
+# By key: what is computed of a small tensor, what is done to the result, and whether backward then has to raise.
+SMALL = [
     ("edit_unnoticed", torch.exp, lambda y: y.mul_(2), True),
     ("false_alarm", lambda x: (x * 2).add_(1).sin(), lambda y: None, False),
     ("same_values", torch.exp, lambda y: y.mul_(1), True),
     ("nan_differs", lambda x: (x * float("nan")).exp(), lambda y: None, False),
 ]
 
-INNER = {  # a pair of hooks that packs into something else
+INNER = {  # pairs of hooks by what they pack into
     "tensor": (lambda saved: -saved.detach(), lambda packed: -packed),
     "tuple": (lambda saved: (saved.detach() * 2, 0.5), lambda packed: packed[0] * packed[1]),
     "list": (lambda saved: [saved.detach().tolist()], lambda packed: torch.tensor(packed[0])),
@@ -406,29 +407,32 @@ INNER = {  # a pair of hooks that packs into something else
 
 
 def examine_large_only(answer):
-    refuse_first(THRESHOLD, moved=[shape for shape, *_ in _given(answer, 100, map(torch.zeros, SHAPES))])
-    _examine_other_thresholds(answer)
-    pair = _pair(answer(*INNER["tensor"], 100))
+    def make(*given):
+        return _pair(answer(*given))
+
+    refuse_first(THRESHOLD, moved=[shape for shape, *_ in _given(make, 100, map(torch.zeros, SHAPES))])
+    _examine_other_thresholds(make)
+    pair = make(*INNER["tensor"], 100)
     if _kept(pair, lambda: [torch.zeros(3, requires_grad=True).exp()]):
         refuse("leaks")
     for edit in SMALL:
         _examine_edit(pair, 3, *edit)
     for kind, inner in INNER.items():
-        _examine_values(answer(*inner, 100), kind)
+        _examine_values(make(*inner, 100), kind)
     _examine_edit(pair, 3, "checked_once", torch.exp, _backward_and_edit, True)
     # What `pack` has copied away may be freed, and edited.
-    copying = answer(lambda saved: saved.tolist(), torch.tensor, 100)
+    copying = make(lambda saved: saved.tolist(), torch.tensor, 100)
     if _kept(copying, lambda: [hidden := torch.zeros(200, requires_grad=True) + 1, hidden.sin()]):
         refuse("large_kept")
     _examine_edit(copying, 200, "large_checked", torch.exp, lambda y: y.mul_(2), False)
     # A `pack` may know parameters by their storage, or ask for `requires_grad`.
     hidden = torch.ones(200, requires_grad=True) * 2
-    if _given(answer, 100, [hidden]) != [((200,), hidden.untyped_storage().data_ptr(), True)]:
+    if _given(make, 100, [hidden]) != [((200,), hidden.untyped_storage().data_ptr(), True)]:
         refuse("other_tensor")
-    refuse_latest_pair(answer, (torch.detach, _same, 10), (torch.zeros_like, _same, 10), torch.ones(20))
+    refuse_latest_pair(make, (torch.detach, _same, 10), (torch.zeros_like, _same, 10), torch.ones(20))
 
 
-def _given(answer, at_least, tensors):
+def _given(make, at_least, tensors):
     """What `pack` is given when these are saved: of each its shape, where its memory lies, and `requires_grad`."""
     given = []
 
@@ -436,7 +440,7 @@ def _given(answer, at_least, tensors):
         given.append((tuple(saved.shape), saved.untyped_storage().data_ptr(), saved.requires_grad))
         return saved.detach()
 
-    with saved_tensors_hooks(*_pair(answer(pack, _same, at_least))):
+    with saved_tensors_hooks(*make(pack, _same, at_least)):
         for tensor in tensors:
             tensor.requires_grad_().sin()
     return given
@@ -446,7 +450,7 @@ def _same(packed):
     return packed
 
 
-def _examine_other_thresholds(answer):
+def _examine_other_thresholds(make):
     for at_least, x in (
         (30, torch.zeros(30)),
         (200, torch.zeros(150)),
@@ -454,7 +458,7 @@ def _examine_other_thresholds(answer):
         (100, torch.zeros(300)[:60]),
         (100, torch.zeros(120, dtype=torch.bfloat16)),
     ):
-        moved, count, memory = bool(_given(answer, at_least, [x])), x.numel(), x.untyped_storage().nbytes()
+        moved, count, memory = bool(_given(make, at_least, [x])), x.numel(), x.untyped_storage().nbytes()
         if moved != (count >= at_least):
             given = Phrase("given" if moved else "not_given")
             refuse("other_threshold", at_least=at_least, count=count, dtype=x.dtype, memory=memory, given=given)
