@@ -65,7 +65,9 @@ def examine_disk_hooks(answer):
             Path(folder, name).write_text("somebody else's")
         with _packed_goes_first():
             _examine_files(answer, folder, elsewhere)
-        if left := _open_in(folder):
+        # A descriptor leads to its file, deleted or not.
+        opened = [os.path.realpath(descriptor) for descriptor in Path(DESCRIPTORS).glob("*")]
+        if left := sum(path.startswith(os.path.realpath(folder)) for path in opened):
             refuse("left_open", left=left)
 
 
@@ -87,8 +89,7 @@ def _examine_files(answer, folder, elsewhere):
     _packed = pack(torch.ones(3))
     if files_in(elsewhere):
         refuse_latest_call()
-    _examine_slice(pair, folder)
-    _examine_memory(pair)
+    _examine_content(pair, folder)
     _examine_kinds(pair)
     _expect_others(folder)
 
@@ -114,7 +115,7 @@ def _examine_graph(pair, folder):
         refuse("wrong_values")
 
 
-def _examine_slice(pair, folder):
+def _examine_content(pair, folder):
     pack, unpack = pair
     row = torch.arange(250_000.0).view(500, 500)[3, :10]
     packed = pack(row)
@@ -123,10 +124,6 @@ def _examine_slice(pair, folder):
         refuse("whole_memory", size=size)
     if not torch.equal(unpack(packed), row):
         refuse("wrong_values")
-
-
-def _examine_memory(pair):
-    pack, unpack = pair
     alone = torch.full((10,), 20_240.5)  # a number that is nowhere else
     memory, packed = weakref.ref(alone.untyped_storage()), pack(alone)
     del alone
@@ -178,12 +175,6 @@ def _expect_others(folder):
             refuse("touched_others", name=name)
 
 
-def _open_in(folder):
-    """How many file descriptors of this process are those of files in the folder, deleted or not."""
-    targets = [os.path.realpath(descriptor) for descriptor in Path(DESCRIPTORS).glob("*")]
-    return sum(target.startswith(os.path.realpath(folder)) for target in targets)
-
-
 @contextmanager
 def _packed_goes_first():
     """At the end whatever is still packed goes, also after an error, whose frames hold it; so may its folder then."""
@@ -226,17 +217,24 @@ def byte_store():
     return Store()
 
 
-WRITTEN = [  # after one tensor has been written: `entries` are in `held`
+WRITTEN = [  # after one tensor has been written: how many entries `held` has, of which types, with how many bytes
     ("edits_input", lambda t: edited(t.given, t.sample)),
-    ("not_bytes", lambda t: _not_bytes(t)),
-    ("whole_memory", lambda t: _whole_memory(t)),
+    ("not_bytes", lambda t: (t.count, t.kinds) != (1, "bytes")),
+    ("whole_memory", lambda t: t.stored == t.memory > t.sample.nbytes),
     ("wrong_length", lambda t: t.stored != t.sample.nbytes),
 ]
 
 READ = [  # what `read` has returned
     ("not_a_tensor", lambda t: not isinstance(t.got, Tensor)),
-    ("wrong_dtype", lambda t: _other_kind(t)),
+    ("wrong_dtype", lambda t: (t.got.dtype, t.got.shape) != (t.sample.dtype, t.sample.shape)),
     ("wrong_bits", lambda t: not same_bits(t.got, t.sample)),
+]
+
+
+SPECIAL = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
+SAMPLES = [
+    *(SPECIAL, SPECIAL.to(torch.bfloat16), SPECIAL.half(), SPECIAL.double() / 3, torch.tensor([True, False])),
+    *(torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]), torch.arange(9.0)[3:6]),
 ]
 
 
@@ -246,7 +244,7 @@ def examine_byte_store(answer):
         refuse("returned_nothing")
     if not isinstance(getattr(store, "held", None), MutableMapping):
         refuse("no_held", store=store)
-    for sample in _samples():
+    for sample in SAMPLES:
         _examine_sample(answer(), sample)
     if answer().held is store.held:
         refuse("one_for_all")
@@ -259,13 +257,6 @@ def examine_byte_store(answer):
     _examine_at_work(answer())
 
 
-def _samples():
-    special = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
-    yield from (special, special.to(torch.bfloat16), special.half(), special.double() / 3, torch.tensor([True, False]))
-    yield from (torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]))
-    yield torch.arange(9.0)[3:6]
-
-
 def _examine_sample(store, sample):
     given = deepcopy(sample)  # with all the memory behind it
     told = {"sample": sample, "dtype": str(sample.dtype).removeprefix("torch.")}
@@ -273,26 +264,15 @@ def _examine_sample(store, sample):
         slot = store.write(given)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse("write_failed", **told, error=error)
-    refuse_first(WRITTEN, **told, given=given, entries=list(store.held.values()))
-    refuse_first(READ, **told, got=_read(store, slot, "first_time"))
+    entries = list(store.held.values())
+    found = {"count": len(entries), "kinds": ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"}
+    found["stored"] = sum(len(entry) for entry in entries if isinstance(entry, bytes))
+    refuse_first(WRITTEN, **told, given=given, memory=sample.untyped_storage().nbytes(), **found)
+    got = _read(store, slot, "first_time")
+    refuse_first(READ, **told, got=got, got_shape=list(getattr(got, "shape", ())), count=sample.numel())
     _read(store, slot, "second_time").zero_()
     if not same_bits(_read(store, slot, "third_time"), sample):
         refuse("shares_memory")
-
-
-def _not_bytes(t):
-    t.count, t.kinds = len(t.entries), ", ".join(sorted({type(entry).__name__ for entry in t.entries})) or "-"
-    return (t.count, t.kinds) != (1, "bytes")
-
-
-def _whole_memory(t):
-    t.stored, t.memory = len(t.entries[0]), t.sample.untyped_storage().nbytes()
-    return t.stored == t.memory > t.sample.nbytes
-
-
-def _other_kind(t):
-    t.count, t.got_shape = t.sample.numel(), list(t.got.shape)
-    return (t.got.dtype, t.got.shape) != (t.sample.dtype, t.sample.shape)
 
 
 def _read(store, slot, time="once"):
@@ -429,7 +409,7 @@ def examine_large_only(answer):
     hidden = torch.ones(200, requires_grad=True) * 2
     if _given(make, 100, [hidden]) != [((200,), hidden.untyped_storage().data_ptr(), True)]:
         refuse("other_tensor")
-    refuse_latest_pair(make, (torch.detach, _same, 10), (torch.zeros_like, _same, 10), torch.ones(20))
+    refuse_latest_pair(make, (torch.detach, torch.clone, 10), (torch.zeros_like, torch.clone, 10), torch.ones(20))
 
 
 def _given(make, at_least, tensors):
@@ -440,14 +420,10 @@ def _given(make, at_least, tensors):
         given.append((tuple(saved.shape), saved.untyped_storage().data_ptr(), saved.requires_grad))
         return saved.detach()
 
-    with saved_tensors_hooks(*make(pack, _same, at_least)):
+    with saved_tensors_hooks(*make(pack, torch.clone, at_least)):
         for tensor in tensors:
             tensor.requires_grad_().sin()
     return given
-
-
-def _same(packed):
-    return packed
 
 
 def _examine_other_thresholds(make):

@@ -109,7 +109,7 @@ def _examine_wrapper(answer, folder, elsewhere, seen):
     got = _attend(wrapped, model, seen)
     found = {"called": len(called), "tools": seen.tools, "moved": len(_of_its_own(got.writes, model))}
     found["smallest"] = min((write.memory for write in got.writes), default=0)
-    found["kept"] = _size(want.writes) - _size(got.writes)
+    found["kept"] = want.size - got.size
     refuse_first(RUN, got=got, want=want, folder=folder, **found)
     if not _in_thread(lambda: _attend(wrapped, model, seen)).writes:
         refuse("other_thread")
@@ -128,7 +128,7 @@ def _examine_wrapper(answer, folder, elsewhere, seen):
 
 
 def _attend(wrapped, model, seen):
-    """One forward and backward: the output, the gradients of `model`, and what was written."""
+    """One forward and backward: the output, the gradients of `model`, what was written, and how many bytes that is."""
     model.zero_grad()
     seen.writes.clear()
     got = wrapped(QUERY, MEMORY, value=MEMORY, need_weights=False)
@@ -138,7 +138,9 @@ def _attend(wrapped, model, seen):
         refuse("no_graph")
     got[0].square().sum().backward()
     grads = [param.grad for param in model.parameters()]
-    return SimpleNamespace(output=got[0].detach(), grads=grads, writes=list(seen.writes))
+    # Of the content: a store around a `Disk` may be given a copy, which lies in a memory no larger than that.
+    size = sum(write.content.nbytes for write in seen.writes)
+    return SimpleNamespace(output=got[0].detach(), grads=grads, writes=list(seen.writes), size=size)
 
 
 def _written_outside(seen):
@@ -215,11 +217,6 @@ def _folders(writes):
 def _of_its_own(writes, model):
     """The parameters and buffers that were written, or copies of them."""
     return [own for own in (*model.parameters(), *model.buffers()) if any(write.is_of(own) for write in writes)]
-
-
-def _size(writes):
-    """Of the content: a store around a `Disk` may be given a copy, which lies in a memory no larger than that."""
-    return sum(write.content.nbytes for write in writes)
 
 
 SAVE_TO_DISK = Exercise("34.D", examine_save_to_disk, save_to_disk)
