@@ -187,7 +187,7 @@ class _Write(NamedTuple):
 
 @contextmanager
 def _seen():
-    """While this is open: `writes`, what every `Disk` is given, and `tools`, each `Disk` made and each `Offload` opened."""
+    """While this is open: `writes` is what every `Disk` is given, `tools` each `Disk` made and each `Offload` opened."""
     seen, write = SimpleNamespace(writes=[], tools=[]), Disk.write
 
     def noting(disk, tensor):
