@@ -6,9 +6,8 @@ import warnings
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
+from torch.nn.modules.module import register_module_full_backward_hook
 
-from hooklab.course.check import Exercise, find
 from hooklab.course.checks.n22_backward_hooks import gradient_norms, guided_gradient, reverse
 
 
@@ -36,13 +35,34 @@ def _leave(handles, run):
     return run()
 
 
+def unfreezes(solution):
+    """Switches gradients of all parameters on, whatever they were."""
+
+    def answer(model, *given):
+        model.requires_grad_(True)
+        return solution(model, *given)
+
+    return answer
+
+
 # ---- 22.A: reverse the gradient that leaves a module, and no other ----
 
 
+def _returning(change):
+    """Answers with a full backward hook that returns `change(grad_input, grad_output, strength)`."""
+
+    def answer(module, strength):
+        return module.register_full_backward_hook(lambda module, *grads: change(*grads, strength))
+
+    return answer
+
+
+def _times(factor, grads):
+    return tuple(None if grad is None else grad * factor for grad in grads)
+
+
 def by_pre_hook(module, strength):
-    return module.register_full_backward_pre_hook(
-        lambda module, grad_output: tuple(grad * -strength for grad in grad_output)
-    )
+    return module.register_full_backward_pre_hook(lambda module, grad_output: _times(-strength, grad_output))
 
 
 def by_input_tensor(module, strength):
@@ -61,68 +81,18 @@ def by_parameters(module, strength):
 
 
 def by_legacy(module, strength):
-    return module.register_backward_hook(
-        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
-    )
+    return module.register_backward_hook(lambda module, grad_input, grad_output: _times(-strength, grad_input))
 
 
-def by_grad_output(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_output)
-    )
+def _in_place(grad_input, grad_output, strength):
+    for grad in grad_input:
+        if grad is not None:
+            grad.mul_(-strength)
 
 
-def reverse_bare(module, strength):
-    return module.register_full_backward_hook(lambda module, grad_input, _: grad_input[0] * -strength)
-
-
-def reverse_nothing(module, strength):
-    def hook(module, grad_input, grad_output):
-        tuple(grad * -strength for grad in grad_input)
-
-    return module.register_full_backward_hook(hook)
-
-
-def reverse_in_place(module, strength):
-    def hook(module, grad_input, grad_output):
-        for grad in grad_input:
-            if grad is not None:
-                grad.mul_(-strength)
-
-    return module.register_full_backward_hook(hook)
-
-
-def reverse_fails_on_none(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
-    )
-
-
-def reverse_whole_numbers(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
-    )
-
-
-def reverse_only_floats(module, strength):
-    def hook(module, grad_input, grad_output):
-        tensors = [grad for grad in grad_input if grad is not None]
-        if all(grad.is_floating_point() for grad in tensors):
-            return tuple(None if grad is None else grad * -strength for grad in grad_input)
-
-    return module.register_full_backward_hook(hook)
-
-
-def reverse_first(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: (grad_input[0] * -strength, *grad_input[1:])
-    )
-
-
-def reverse_sign(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, _: tuple(None if grad is None else grad * strength for grad in grad_input)
-    )
+def _only_floats(grad_input, grad_output, strength):
+    if all(grad.is_floating_point() for grad in grad_input if grad is not None):
+        return _times(-strength, grad_input)
 
 
 def reverse_no_handle(module, strength):
@@ -132,7 +102,7 @@ def reverse_no_handle(module, strength):
 def reverse_once(module, strength):
     def hook(module, grad_input, grad_output):
         handle.remove()
-        return tuple(None if grad is None else grad * -strength for grad in grad_input)
+        return _times(-strength, grad_input)
 
     handle = module.register_full_backward_hook(hook)
     return handle
@@ -153,26 +123,31 @@ def reverse_frozen(module, strength):
     return reverse(module, strength)
 
 
+_LATEST = {}
+
+
 def reverse_by_global(module, strength):
-    _numbers.update(strength=strength)
-    return module.register_full_backward_hook(
-        lambda module, grad_input, _: tuple(
-            None if grad is None else grad * -_numbers["strength"] for grad in grad_input
-        )
-    )
-
-
-_numbers: dict[str, float] = {}  # of a wrong answer that keeps it in one place for all modules
+    _LATEST["strength"] = strength
+    by_latest = _returning(lambda grad_input, grad_output, _: _times(-_LATEST["strength"], grad_input))
+    return by_latest(module, strength)
 
 
 def reverse_everywhere(module, strength):
-    return nn.modules.module.register_module_full_backward_hook(
-        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
-    )
+    return register_module_full_backward_hook(lambda module, grad_input, _: _times(-strength, grad_input))
 
 
-def reverse_output(module, strength):
-    return module.register_forward_hook(lambda module, args, output: output * -strength)
+def reverse_this_one(module, strength):
+    """A right answer: the hook is a global one, and asks for its module."""
+
+    def hook(other, grad_input, grad_output):
+        if other is module:
+            return tuple(grad if grad is None else (grad * -strength).to(grad.dtype) for grad in grad_input)
+
+    return register_module_full_backward_hook(hook)
+
+
+def detached(module, strength):
+    return module.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
 
 
 # ---- 22.B: how large is the gradient at the output of each ReLU, in place or not ----
@@ -334,6 +309,10 @@ def norms_run_twice(model, loss_fn):
     return gradient_norms(model, loss_fn)
 
 
+def norms_by_numpy(model, loss_fn):
+    return {name: np.float32(norm) for name, norm in gradient_norms(model, loss_fn).items()}
+
+
 # ---- 22.C: guided backpropagation ----
 
 
@@ -389,6 +368,13 @@ def guided_switching_x(model, x):
         return guided_on_x(model, x)
     finally:
         x.requires_grad_(False)
+
+
+def switches_x_on(model, x):
+    """And off again, but not when the forward raises."""
+    grad = guided_on_x(model, x)
+    x.requires_grad_(False)
+    return grad
 
 
 def guided_by_mask(model, x):
@@ -458,28 +444,32 @@ WRONG = {
         "only_parameters": by_parameters,
         "legacy_hook": by_legacy,
         "other_paths": by_input_tensor,
-        "wrong_number": reverse_bare,
-        "wrong_size": by_grad_output,
-        "unchanged": reverse_nothing,
-        "in_place": reverse_in_place,
-        "fails_on_none": reverse_fails_on_none,
-        "changed_dtype": reverse_whole_numbers,
-        "beside_whole_numbers": reverse_only_floats,
-        "some_inputs": reverse_first,
+        "wrong_number": _returning(lambda grad_input, grad_output, strength: grad_input[0] * -strength),
+        "wrong_size": _returning(lambda grad_input, grad_output, strength: _times(-strength, grad_output)),
+        "unchanged": _returning(lambda grad_input, grad_output, strength: None),
+        "in_place": _returning(_in_place),
+        "fails_on_none": _returning(
+            lambda grad_input, grad_output, strength: tuple(grad * -strength for grad in grad_input)
+        ),
+        "changed_dtype": _returning(lambda grad_input, grad_output, strength: _times(-strength, grad_input)),
+        "beside_whole_numbers": _returning(_only_floats),
+        "some_inputs": _returning(
+            lambda grad_input, grad_output, strength: (grad_input[0] * -strength, *grad_input[1:])
+        ),
         "no_handle": reverse_no_handle,
         "first_only": reverse_once,
-        "wrong_values": reverse_sign,
+        "wrong_values": _returning(lambda grad_input, grad_output, strength: _times(strength, grad_input)),
         "still_there": reverse_deaf,
-        "changed_output": reverse_output,
+        "changed_output": lambda module, strength: module.register_forward_hook(
+            lambda module, args, output: output * -strength
+        ),
         "everywhere": reverse_everywhere,
         "second_hook": reverse_with_two,
         "frozen": reverse_frozen,
         "replaced_output": lambda module, strength: module.register_forward_hook(
             lambda module, args, output: output.register_hook(lambda grad: grad * -strength)
         ),
-        "no_gradient": lambda module, strength: module.register_full_backward_hook(
-            lambda module, grad_input, grad_output: (None,) * len(grad_input)
-        ),
+        "no_gradient": _returning(lambda grad_input, grad_output, strength: (None,) * len(grad_input)),
         "another_module": reverse_by_global,
     },
     "22.B": {
@@ -538,48 +528,14 @@ WRONG = {
 }
 
 
-def detached(module, strength):
-    return module.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
-
-
-def switches_x_on(model, x):
-    """And off again, but not when the forward raises."""
-    grad = guided_on_x(model, x)
-    x.requires_grad_(False)
-    return grad
-
-
-def norms_by_numpy(model, loss_fn):
-    return {name: np.float32(norm) for name, norm in find("22.B", Exercise).solution(model, loss_fn).items()}
-
-
-def unfreezes(first):
-    """Switches gradients of all parameters on, whatever they were."""
-
-    def answer(model, *given):
-        model.requires_grad_(True)
-        return first(model, *given)
-
-    return answer
-
-
 ALSO_WRONG = [
-    ("22.B", "changed_model", unfreezes(find("22.B", Exercise).solution)),
-    ("22.C", "changed_model", unfreezes(find("22.C", Exercise).solution)),
+    ("22.B", "changed_model", unfreezes(gradient_norms)),
+    ("22.C", "changed_model", unfreezes(guided_gradient)),
     ("22.A", "no_gradient", detached),
     ("22.C", "switched_input", switches_x_on),
 ]
 
 RIGHT = [
-    (
-        "22.A",
-        lambda module, strength: modules.register_module_full_backward_hook(
-            lambda other, grad_input, _: (
-                tuple(grad if grad is None else (grad * -strength).to(grad.dtype) for grad in grad_input)
-                if other is module
-                else None
-            )
-        ),
-    ),
+    ("22.A", reverse_this_one),
     ("22.B", norms_by_numpy),
 ]
