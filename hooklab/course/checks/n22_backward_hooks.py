@@ -27,7 +27,7 @@ LEFT = [  # on the model of a function that only looks
     ("left_behind", lambda t: t.before.new_hooks()),
     ("legacy_hook", lambda t: any(module._is_full_backward_hook is False for module in t.before.model.modules())),
     ("changed_model", lambda t: t.before.switched()),
-    ("attribute_left", lambda t: t.before.new_attributes()),
+    ("attribute_left", lambda t: t.new),
 ]
 
 
@@ -269,7 +269,7 @@ def examine_gradient_norms(answer):
     before = Before(model)
     with refuse_raised(RAISED):
         got = answer(model, loss_fn)
-    refuse_first(LEFT, before=before)
+    refuse_first(LEFT, before=before, new=before.new_attributes())
     if len(runs) == 1 and len(backwards) > 1:
         refuse("backward_often", count=len(backwards))
     if len(runs) == 1:
@@ -472,7 +472,7 @@ def examine_guided_gradient(answer):
     refuse_first(INPUT, x=x, original=original)
     if any(param.grad is None or not (param.grad == 1).all() for param in model.parameters()):
         refuse("filled_grad")
-    refuse_first(LEFT, before=before)
+    refuse_first(LEFT, before=before, new=before.new_attributes())
     if not _same(got, want):
         for key, other in _by_other_rules(model, x, want).items():
             if _same(got, other):

@@ -45,6 +45,18 @@ def unfreezes(solution):
     return answer
 
 
+def clears(solution):
+    """Takes off the forward hooks of others, too."""
+
+    def answer(model, *given):
+        result = solution(model, *given)
+        for module in model.modules():
+            module._forward_hooks.clear()
+        return result
+
+    return answer
+
+
 # ---- 22.A: reverse the gradient that leaves a module, and no other ----
 
 
@@ -156,7 +168,7 @@ def detached(module, strength):
 def _norms(
     kinds=nn.ReLU,
     measure=lambda grad: grad.norm().item(),
-    modules="named_modules",
+    modules=nn.Module.named_modules,
     backward=True,
     clean_up=_then_remove,
     guarded=True,
@@ -165,7 +177,7 @@ def _norms(
 
     def answer(model, loss_fn):
         norms, handles = {}, []
-        for name, module in getattr(model, modules)():
+        for name, module in modules(model):
             if isinstance(module, kinds):
 
                 def hang(module, args, output, name=name):
@@ -180,13 +192,12 @@ def _norms(
 
 
 def _norms_by(register, look):
-    """Answers with a module hook that calls `look(name, *what the hook was given)` and returns what it returns."""
+    """Answers with a module hook that returns what `look` does with the norms, a name and what the hook was given."""
 
     def answer(model, loss_fn):
         norms = {}
         handles = [
-            getattr(module, register)(lambda *given, name=name: look(norms, name, *given))
-            for name, module in _relus(model)
+            register(module, lambda *given, name=name: look(norms, name, *given)) for name, module in _relus(model)
         ]
         _then_remove(handles, lambda: loss_fn(model).backward())
         return norms
@@ -220,13 +231,6 @@ def norms_in_order(model, loss_fn):
     return dict(zip([name for name, _ in _relus(model)], reversed(norms), strict=True))
 
 
-def norms_cleared(model, loss_fn):
-    norms = _norms(clean_up=_leave)(model, loss_fn)
-    for module in model.modules():
-        module._forward_hooks.clear()
-    return norms
-
-
 def _look_backward(norms, name, module, grad_input, grad_output):
     norms[name] = grad_output[0].norm().item()
 
@@ -254,7 +258,7 @@ def _change(norms, name, module, args, output):
 def norms_out_of_place(model, loss_fn):
     for _, module in _relus(model):
         module.inplace = False
-    return _norms_by("register_full_backward_hook", _look_backward)(model, loss_fn)
+    return _norms_by(nn.Module.register_full_backward_hook, _look_backward)(model, loss_fn)
 
 
 def norms_one_backward_each(model, loss_fn):
@@ -320,18 +324,27 @@ def _clamp(module, grad_input, grad_output):
     return (grad_input[0].clamp(min=0),)
 
 
-def _hung(model, hook=_clamp):
-    return [relu.register_full_backward_hook(hook) for _, relu in _relus(model)]
+def _hung(model):
+    return [relu.register_full_backward_hook(_clamp) for _, relu in _relus(model)]
 
 
-def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad, clean_up=_then_remove):
+def _gradient(model, x, handles, clean_up=_then_remove):
+    image = x.detach().requires_grad_()
+    return clean_up(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
+def _guided(
+    hook=_clamp,
+    register=nn.Module.register_full_backward_hook,
+    modules=nn.Module.modules,
+    finish=lambda grad: grad,
+    clean_up=_then_remove,
+):
     """A family of answers that differ in one thing each."""
 
     def answer(model, x):
-        image = x.detach().requires_grad_()
-        relus = [module for module in getattr(model, modules)() if isinstance(module, nn.ReLU)]
-        handles = [relu.register_full_backward_hook(hook) for relu in relus]
-        return clean_up(handles, lambda: finish(torch.autograd.grad(model(image).sum(), image)[0]))
+        handles = [register(module, hook) for module in modules(model) if isinstance(module, nn.ReLU)]
+        return finish(_gradient(model, x, handles, clean_up))
 
     return answer
 
@@ -340,9 +353,7 @@ def guided_inputs(model, x):
     def hang(module, args):
         args[0].register_hook(lambda grad: grad.clamp(min=0))
 
-    handles = [relu.register_forward_pre_hook(hang) for _, relu in _relus(model)]
-    image = x.detach().requires_grad_()
-    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+    return _gradient(model, x, [relu.register_forward_pre_hook(hang) for _, relu in _relus(model)])
 
 
 def guided_on_x(model, x):
@@ -386,8 +397,7 @@ def guided_by_mask(model, x):
                 lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0) * positive[module],)
             ),
         ]
-    image = x.detach().requires_grad_()
-    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+    return _gradient(model, x, handles)
 
 
 def guided_on_module(model, x):
@@ -419,19 +429,6 @@ def guided_by_backward(model, x):
 def guided_frozen(model, x):
     model.requires_grad_(False)
     return guided_gradient(model, x)
-
-
-def guided_cleared(model, x):
-    grad = guided_gradient(model, x)
-    for module in model.modules():
-        module._forward_hooks.clear()
-    return grad
-
-
-def guided_by_legacy(model, x):
-    image = x.detach().requires_grad_()
-    handles = [relu.register_backward_hook(_clamp) for _, relu in _relus(model)]
-    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
 
 
 def _print_clamped(module, grad_input, grad_output):
@@ -473,22 +470,22 @@ WRONG = {
         "another_module": reverse_by_global,
     },
     "22.B": {
-        "full_backward_hook": _norms_by("register_full_backward_hook", _look_backward),
-        "replaced_output": _norms_by("register_forward_hook", _return_handle),
-        "other_end": _norms_by("register_forward_pre_hook", _look_at_input),
-        "norms_of_outputs": _norms_by("register_forward_hook", _look_forward),
+        "full_backward_hook": _norms_by(nn.Module.register_full_backward_hook, _look_backward),
+        "replaced_output": _norms_by(nn.Module.register_forward_hook, _return_handle),
+        "other_end": _norms_by(nn.Module.register_forward_pre_hook, _look_at_input),
+        "norms_of_outputs": _norms_by(nn.Module.register_forward_hook, _look_forward),
         "last_name": norms_last_name,
         "left_behind": _norms(clean_up=_leave),
         "left_after_error": _norms(clean_up=_remove_if_it_works),
-        "removed_others": norms_cleared,
-        "missing_layers": _norms(modules="named_children"),
+        "removed_others": clears(gradient_norms),
+        "missing_layers": _norms(modules=nn.Module.named_children),
         "other_layers": _norms(kinds=(nn.ReLU, nn.Linear, nn.Conv2d)),
         "not_numbers": _norms(measure=lambda grad: grad.norm()),
         "other_order": norms_in_order,
         "wrong_values": _norms(measure=lambda grad: grad.abs().mean().item()),
         "nothing_arrived": _norms(backward=False),
         "changed_model": norms_out_of_place,
-        "changed_gradient": _norms_by("register_forward_hook", _change),
+        "changed_gradient": _norms_by(nn.Module.register_forward_hook, _change),
         "cleared_grad": norms_from_zero,
         "frozen_first": _norms(guarded=False),
         "ran_twice": norms_run_twice,
@@ -497,14 +494,14 @@ WRONG = {
         "from_before": norms_by_default,
         "changed_after_error": norms_in_place_lost,
         "swallowed": norms_swallowed,
-        "legacy_hook": _norms_by("register_backward_hook", _look_backward),
+        "legacy_hook": _norms_by(nn.Module.register_backward_hook, _look_backward),
         "not_a_dict": lambda model, loss_fn: list(gradient_norms(model, loss_fn).values()),
     },
     "22.C": {
         "plain_gradient": _guided(hook=_print_clamped),
         "only_at_the_end": _guided(hook=_print_clamped, finish=lambda grad: grad.clamp(min=0)),
         "once_too_often": _guided(finish=lambda grad: grad.clamp(min=0)),
-        "top_level_only": _guided(modules="children"),
+        "top_level_only": _guided(modules=nn.Module.children),
         "no_mask": _guided(hook=lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0),)),
         "wrong_number": _guided(hook=lambda module, grad_input, grad_output: grad_input[0].clamp(min=0)),
         "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
@@ -519,14 +516,13 @@ WRONG = {
         "swallowed": guided_swallowed,
         "filled_grad": guided_by_backward,
         "changed_model": guided_frozen,
-        "removed_others": guided_cleared,
+        "removed_others": clears(guided_gradient),
         "other_paths": guided_inputs,
-        "legacy_hook": guided_by_legacy,
+        "legacy_hook": _guided(register=nn.Module.register_backward_hook),
         "left_behind": _guided(clean_up=_leave),
         "left_after_error": _guided(clean_up=_remove_if_it_works),
     },
 }
-
 
 ALSO_WRONG = [
     ("22.B", "changed_model", unfreezes(gradient_norms)),
