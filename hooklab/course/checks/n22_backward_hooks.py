@@ -333,7 +333,7 @@ def _other_norms(model, loss_fn):
     at_inputs, outputs = {}, {}
     for name, relu in _relus(model).items():
         relu.register_forward_pre_hook(lambda _, args, name=name: _note_norm(at_inputs, name, args[0]))
-        relu.register_forward_hook(lambda _, args, output, name=name: outputs.update({name: output.norm()}))
+        relu.register_forward_hook(lambda _, args, output, name=name: outputs.update({name: output.norm().item()}))
     loss_fn(model).backward()
     return at_inputs, outputs
 
