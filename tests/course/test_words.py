@@ -100,5 +100,12 @@ def test_the_first_table_that_has_the_key_says_it():
 
 
 def test_a_key_without_words_says_where_to_write_them():
-    with pytest.raises(KeyError, match=r"no words for 'stale': write `stale.zh = …`"):
+    with pytest.raises(KeyError, match=r"no words for 'stale' with the facts none: write `stale.zh = …`"):
         say("stale", {}, [WORDS])
+
+
+def test_a_table_whose_words_name_other_facts_is_passed_over():
+    own = {"told": {"zh": "{shape}不对", "en": "{shape} is wrong"}}
+    facts = {"what": Phrase("where"), "number": 2}
+    assert say("told", facts, [own, WORDS])[1] == "Call 2 is wrong"
+    assert say("told", {"shape": (2, 3)}, [own, WORDS])[1] == "(2, 3) is wrong"

@@ -1,16 +1,18 @@
 """Answers that are judged by what they return: a table of calls, a table of mistakes, and the solution as the oracle."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hooklab.course.refusals import expect_like, refuse_first
+from hooklab.course.refusals import Refused, expect_like, refuse_first
 
-__all__ = ["all_close", "close", "compare", "equal", "hook_maker", "outcome", "raised"]
+__all__ = ["all_close", "close", "compare", "equal", "hook_maker", "outcome", "raised", "refuse_raised"]
 
 Mistakes = Iterable[tuple[str, Callable[[Any], object]]]
 
@@ -95,3 +97,21 @@ def outcome(call: Callable, *given: Any) -> Any:
         return call(*given)
     except Exception as error:
         return error
+
+
+@contextmanager
+def refuse_raised(mistakes: str | Mistakes, **facts: Any) -> Iterator[None]:
+    """Refuse an error of the block for the first of `mistakes` that holds, or for the one key. Otherwise it goes on.
+
+    The facts have the `error`, the first `line` of what it says, and whether a `forward` was running (`in_forward`).
+    """
+    table = [(mistakes, lambda t: True)] if isinstance(mistakes, str) else mistakes
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        line, frames = str(error).partition("\n")[0], traceback.extract_tb(error.__traceback__)
+        in_forward = any(frame.name == "forward" for frame in frames)
+        refuse_first(table, **facts, error=error, line=line, in_forward=in_forward)
+        raise

@@ -22,6 +22,7 @@ class Before:
         self._hooks = _hooks(model)
         self._modes = _modes(model)
         self._attributes = _attributes(model)
+        self._switches = _switches(model)
         self._trained = {name: param.requires_grad for name, param in model.named_parameters()}
         self._state = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -45,6 +46,11 @@ class Before:
         """By module: `training` before and now."""
         now = _modes(self.model)
         return {name: (was, now[name]) for name, was in self._modes.items() if was != now[name]}
+
+    def switched(self) -> list[str]:
+        """What is True and was False, or the other way round: "act.inplace", "training", "head.weight.requires_grad"."""
+        now = _switches(self.model)
+        return [name for name, was in self._switches.items() if now.get(name) != was]
 
     def frozen(self) -> list[str]:
         """The parameters that had `requires_grad` and have it no longer."""
@@ -121,3 +127,13 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
         for key, value in vars(module).items()
         if key != "training"
     }
+
+
+def _switches(model: nn.Module) -> dict[str, bool]:
+    flags = {
+        f"{name}.{flag}".lstrip("."): value
+        for name, module in model.named_modules()
+        for flag, value in vars(module).items()
+        if isinstance(value, bool) and not flag.startswith("_")
+    }
+    return flags | {f"{name}.requires_grad": param.requires_grad for name, param in model.named_parameters()}
