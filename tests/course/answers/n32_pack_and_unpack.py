@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab.course.check import Exercise, find
-from hooklab.course.checks.n32_pack_and_unpack import _place, as_bits, checked, counting, half_precision
+from hooklab.course.checks.n32_pack_and_unpack import as_bits, checked, counting, half_precision, place
 
 # ---- 32.A: a pair that keeps the books ----
 
@@ -250,7 +250,7 @@ def halving_without_dtype(model):
     return pack, lambda packed: packed.float() if packed.dtype == torch.bfloat16 else packed
 
 
-def _in_model(tensor, model, pointer=_place, buffers=True):
+def _in_model(tensor, model, pointer=place, buffers=True):
     own = [*model.parameters(), *(model.buffers() if buffers else ())]
     return tensor.dtype != torch.float32 or pointer(tensor) in {pointer(one) for one in own}
 
@@ -411,7 +411,7 @@ WRONG = {
         "copied_slice": halving(
             lambda tensor, model: (
                 _in_model(tensor, model, Tensor.data_ptr)
-                or _place(tensor) in {_place(buffer) for buffer in model.buffers()}
+                or place(tensor) in {place(buffer) for buffer in model.buffers()}
             )
         ),
         "copied_detached": halving_by_base,
@@ -554,7 +554,13 @@ def floats_of_numpy(model):
     )
 
 
+def halving_by_state_dict(model):
+    own = {place(tensor) for tensor in model.state_dict().values()}
+    return halving(lambda tensor, _: tensor.dtype != torch.float32 or place(tensor) in own)(model)
+
+
 ALSO_WRONG = [
+    ("32.C", "copied_buffer", halving_by_state_dict),
     ("32.D", "not_smaller", masks_in_a_closure),
     ("32.A", "kept_elsewhere", partial(booked_and_kept, find("32.A", Exercise).solution)),
     ("32.C", "kept_elsewhere", lambda model: booked_and_kept(find("32.C", Exercise).solution, model)),
