@@ -10,14 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab import saved_tensors
 from hooklab.course.checks.n31_what_autograd_saves import (
-    MISSING,
     NAMES,
-    TOO_MANY,
-    WRONG_MEASURES,
-    _measures,
     heaviest,
     held_bytes,
     lean,
+    measures,
     needed,
     wasteful,
 )
@@ -151,7 +148,7 @@ def heaviest_with_buffers(model, x):
 
 
 def _measured(reason):
-    return lambda model, x: _measures(model, x)[reason]
+    return lambda model, x: measures(model, x)[reason]
 
 
 def heaviest_left_behind(model, x):
@@ -289,8 +286,8 @@ WRONG = {
         "not_a_number": lambda function, x: f"{held_bytes(function, x)} bytes",
         "returned_nothing": lambda function, x: print(end=str(held_bytes(function, x))[:0]),
     },
-    "31.B": {f"with_{name}": _names(name) for name in TOO_MANY}
-    | {f"without_{name}": _names(without=name) for name in MISSING}
+    "31.B": {f"with_{name}": _names(name) for name in NAMES if name not in needed()}
+    | {f"without_{name}": _names(without=name) for name in needed()}
     | {
         "everything": lambda: set(NAMES),
         "unknown_names": _names("relu"),
@@ -298,7 +295,10 @@ WRONG = {
         "returned_nothing": lambda: print(end=""),
     },
     "31.C": {
-        **{reason: _measured(reason) for reason, _, _ in WRONG_MEASURES},
+        **{
+            reason: _measured(reason)
+            for reason in ("with_parameters", "every_save", "one_record", "last_saver", "output")
+        },
         "other_module": lambda model, x: list(dict(model.named_modules()))[2],
         "unknown_name": lambda model, x: "layer9",
         "no_name": lambda model, x: "",
