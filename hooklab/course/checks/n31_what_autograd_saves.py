@@ -189,7 +189,6 @@ HELD = Exercise("31.A", examine_held_bytes, held_bytes)
 
 # ---- 31.B: which tensors does it save? ----
 
-
 NAMES = ("x", "w", "b", "mask", "gain", "h", "s", "r", "d", "g", "t", "loss")
 
 NAMED = [  # names in a set, beside those that a run saves
@@ -339,7 +338,7 @@ def _examine_layers(answer, key, wrong, **layers):
         refuse(key)
 
 
-def _examine_named(answer, model, x, seen, others=()):
+def _examine_named(answer, model, x, phrase, others=()):
     by_measure, runs = measures(model, x), []
     counting = model.register_forward_pre_hook(lambda *args: runs.append(1))
     before = Before(model)
@@ -351,8 +350,8 @@ def _examine_named(answer, model, x, seen, others=()):
     refuse_from_before([got], model, others)
     for reason, found in by_measure.items():
         if got == found:
-            refuse(reason, seen=Phrase(seen), got=got)
-    refuse("other_module" if got in dict(model.named_modules()) else "unknown_name", seen=Phrase(seen), got=got)
+            refuse(reason, seen=Phrase(phrase), got=got)
+    refuse("other_module" if got in dict(model.named_modules()) else "unknown_name", seen=Phrase(phrase), got=got)
 
 
 def measures(model, x):
@@ -391,7 +390,6 @@ def _largest(sizes):
 HEAVIEST = Exercise("31.C", examine_heaviest, heaviest)
 
 # ---- 31.D: the same gradient, half the bytes ----
-
 
 SMALL = 1024  # bytes; scalars do not count
 
