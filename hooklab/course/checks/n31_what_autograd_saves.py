@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from hooklab._support.packing import hold, outer_hooks, unhold
+from hooklab._support.packing import hold, unhold
+from hooklab._support.torch_private import close_hooks, outer_hooks
 from hooklab.course.check import Exercise, Phrase, expect_like, refuse, refuse_first, refuse_from_before
 from hooklab.course.checks.models import Before
 from hooklab.saved import saved_tensors
@@ -145,9 +146,7 @@ def _count_once(answer, function, x=None):
         return function(x)
 
     got = answer(counted, x)
-    if outer_hooks() != outer:
-        while outer_hooks() not in (None, outer):
-            saved_tensors_hooks(hold, unhold).__exit__()  # which takes the innermost pair, whoever opened it
+    if close_hooks(outer):
         refuse("left_open")
     refuse_first(RUN, x=x, runs=len(calls), got=got)
     return _whole(got)
@@ -322,12 +321,12 @@ def examine_heaviest(answer):
     torch.manual_seed(0)
     with torch.device("meta"):
         dense, images = densenet121(), torch.empty(8, 3, 224, 224)
-    small, row = _Unequal(), torch.randn(1, 8)
-    _examine_named(answer, small, row, "on_small")
+    small, row, others = _Unequal(), torch.randn(1, 8), dict(dense.named_modules())
+    _examine_named(answer, small, row, "on_small", others)
     _examine_layers(answer, "only_the_slice", "soft", row=_Row(), mix=nn.Linear(50, 200), soft=nn.Softmax(-1))
     _examine_layers(answer, "with_buffers", "gate", mix=nn.Linear(50, 40), soft=nn.Softmax(-1), gate=_Gate())
     _examine_named(answer, dense, images, "on_densenet")
-    _examine_named(answer, small, row, "on_small", others=dict(dense.named_modules()))
+    _examine_named(answer, small, row, "on_small", others)
     layers = {"mix": nn.Linear(50, 40), "twice": _SinExp(), "wide": nn.Linear(40, 60), "soft": nn.Softmax(-1)}
     _examine_layers(answer, "one_operation", "soft", **layers)
 
