@@ -162,6 +162,16 @@ class _Listed:
         return self.kept[index]
 
 
+def _edit_alias(run):
+    del run.h  # of which a weak reference now finds nothing
+    run.alias[0] = 5.0
+
+
+def _edit_late(run):
+    run.y.sum().backward(retain_graph=True)
+    run.h.add_(1)
+
+
 UNEDITED = [  # how often `h` is edited before anything is packed, and what packs it: unpacking may not raise
     ("false_alarm", 0, lambda h, other: torch.mul(h, h)),
     ("edits_before", 2, lambda h, other: torch.mul(h, h)),
@@ -171,8 +181,8 @@ UNEDITED = [  # how often `h` is edited before anything is packed, and what pack
 EDITED = [  # what is done after `h` was packed: unpacking has to raise
     ("unnoticed", lambda run: run.h[0].fill_(5.0)),
     ("same_values", lambda run: run.h.add_(0)),
-    ("unnoticed_alias", lambda run: _edit_alias(run)),
-    ("checked_once", lambda run: _edit_late(run)),
+    ("unnoticed_alias", _edit_alias),
+    ("checked_once", _edit_late),
 ]
 
 INNER = [  # the pair that was given, when two tensors were packed and unpacked by the new one
@@ -228,16 +238,6 @@ def _packed(pair):
     with saved_tensors_hooks(*expect_pair(pair)):
         y = h.sin() + other.sin()
     return SimpleNamespace(h=h, alias=alias, other=other, y=y)
-
-
-def _edit_alias(run):
-    del run.h  # of which a weak reference now finds nothing
-    run.alias[0] = 5.0
-
-
-def _edit_late(run):
-    run.y.sum().backward(retain_graph=True)
-    run.h.add_(1)
 
 
 def _examine_inner(answer):
