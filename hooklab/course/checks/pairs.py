@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab.course.refusals import Refused, refuse, refuse_first, refuse_latest_call
 
-__all__ = ["UNPACKED", "Watched", "differs", "expect_pair", "is_pair", "refuse_latest_pair", "refuse_unpacked_once"]
+__all__ = ["Watched", "differs", "expect_pair", "is_pair", "refuse_latest_pair", "refuse_unpacked_once"]
 
 
 def is_pair(got: Any) -> bool:
@@ -24,24 +24,13 @@ def expect_pair(got: Any) -> tuple[Callable, Callable]:
     return got[0], got[1]
 
 
-def differs(t: Any) -> bool:
-    """Whether `t.got` has other bits than `t.want`; where, and what stands there, is set on `t`."""
-    # A clone first: an empty array of numpy steps by 0, which a view refuses.
-    got, want = (tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1) for tensor in (t.got, t.want))
-    other = torch.ne(got.view(torch.uint8), want.view(torch.uint8)).nonzero()
-    if len(other):
-        t.at = int(other[0]) // want.itemsize
-        t.found, t.wanted = got[t.at].item(), want[t.at].item()
-    return len(other) > 0
-
-
 UNPACKED = [  # what `unpack` has returned, beside what was packed
     ("not_a_tensor", lambda t: not isinstance(t.got, Tensor)),
     ("empty_dtype", lambda t: t.got.dtype != t.want.dtype and not t.want.numel()),
     ("wrong_dtype", lambda t: t.got.dtype != t.want.dtype),
     ("wrong_shape", lambda t: t.got.shape != t.want.shape),
     ("changed_others", lambda t: t.want.dtype not in (torch.float32, torch.bool) and differs(t)),
-    ("wrong_values", differs),
+    ("wrong_values", lambda t: differs(t)),
 ]
 
 
@@ -73,6 +62,17 @@ class Watched:
         shapes = {"want_shape": list(want.shape), "got_shape": list(getattr(got, "shape", ()))}
         refuse_first(self.mistakes, got=got, want=want, packed=packed, **shapes)
         return got
+
+
+def differs(t: Any) -> bool:
+    """Whether `t.got` has other bits than `t.want`; where, and what stands there, is set on `t`."""
+    # A clone first: an empty array of numpy steps by 0, which a view refuses.
+    got, want = (tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1) for tensor in (t.got, t.want))
+    other = torch.ne(got.view(torch.uint8), want.view(torch.uint8)).nonzero()
+    if len(other):
+        t.at = int(other[0]) // want.itemsize
+        t.found, t.wanted = got[t.at].item(), want[t.at].item()
+    return len(other) > 0
 
 
 def refuse_unpacked_once(loss: Tensor) -> None:
