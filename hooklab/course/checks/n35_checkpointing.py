@@ -5,6 +5,7 @@ import re
 import traceback
 from collections import namedtuple
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from types import SimpleNamespace
 
@@ -157,14 +158,6 @@ def buffers_once(block):
     return note(block, found), Second()
 
 
-def _normed():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-
-
-def _spectral():
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
-
-
 class _Centred(nn.Module):
     """Takes off a running mean, which is in no `state_dict`."""
 
@@ -179,6 +172,12 @@ class _Centred(nn.Module):
         return torch.tanh(x - self.mean)
 
 
+MODELS = {
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()),
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()),
+    "`persistent=False`": _Centred,
+}
+
 STEP = [  # forwards, then backward, to be as `want`, the same without a checkpoint
     ("forward_changed", lambda t: not _same(t.got.middle, t.want.middle)),
     ("gradient_missing", lambda t: t.got.gradients.keys() < t.want.gradients.keys()),
@@ -191,21 +190,21 @@ STEP = [  # forwards, then backward, to be as `want`, the same without a checkpo
 
 def examine_buffers(answer):
     torch.manual_seed(0)
-    pair = answer(_normed())
+    pair = answer(MODELS["BatchNorm"]())
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         refuse("no_pair", pair=pair)
     if not all(hasattr(context, "__enter__") and hasattr(context, "__exit__") for context in pair):
         refuse("no_contexts", kinds=", ".join(type(context).__name__ for context in pair))
-    for count, (name, make) in itertools.product((1, 2), (("BatchNorm", _normed), ("spectral norm", _spectral))):
-        _examine_step(answer, name, make, count)
+    for count, name in itertools.product((1, 2), ("BatchNorm", "spectral norm")):
+        _examine_step(answer, name, count)
     for count in (1, 2):
-        _examine_step(answer, "`persistent=False`", _Centred, count)
+        _examine_step(answer, "`persistent=False`", count)
     _examine_two_backwards(answer)
     _examine_errors(answer)
 
 
-def _examine_step(answer, name, make, count):
-    want, got = _step(make, count), _step(make, count, answer)
+def _examine_step(answer, name, count):
+    want, got = _step(name, count), _step(name, count, answer)
     right = all_close(got.gradients, want.gradients) and _same(got.buffers, want.buffers)
     where = {"where": Phrase(f"after_{count}"), "name": name}
     if not right and _same(got.middle, want.middle) and not _same(got.buffers, got.before):
@@ -213,16 +212,12 @@ def _examine_step(answer, name, make, count):
     refuse_first(STEP, got=got, want=want, **where)
 
 
-def _step(make, count, contexts=None, backwards=1):
+def _step(name, count, contexts=None, backwards=1):
     torch.manual_seed(0)
-    block, batches = make(), [torch.randn(6, 4) for _ in range(count)]
+    block, batches = MODELS[name](), [torch.randn(6, 4) for _ in range(count)]
+    checkpointed = partial(checkpoint, block, use_reentrant=False, context_fn=lambda: contexts(block))
+    run = block if contexts is None else checkpointed
     before = copies(block)
-
-    def run(batch):
-        if contexts is None:
-            return block(batch)
-        return checkpoint(block, batch, use_reentrant=False, context_fn=lambda: contexts(block))
-
     loss = sum(run(batch).square().sum() for batch in batches)
     middle = copies(block)
     for number in range(backwards):  # the last forward first
@@ -239,7 +234,7 @@ def _same(left, right):
 
 def _examine_copies(answer, where):
     """Something is wrong: do the values that were kept change together with the buffers?"""
-    block, x = _normed(), torch.randn(6, 4)
+    block, x = MODELS["BatchNorm"](), torch.randn(6, 4)
     try:
         first, second = answer(block)
         with first:
@@ -284,41 +279,35 @@ class _Refilling(TorchFunctionMode):
 
 
 def _examine_two_backwards(answer):
-    want = _step(_spectral, 1, backwards=2)
+    want = _step("spectral norm", 1, backwards=2)
     try:
-        got = _step(_spectral, 1, answer, backwards=2)
+        got = _step("spectral norm", 1, answer, backwards=2)
     except (AttributeError, RuntimeError, TypeError):
         got = None
     if not got or not _same(got.gradients, want.gradients) or not _same(got.buffers, want.buffers):
         refuse("one_backward")
 
 
-ERROR = "ValueError: data server gone"
-
-
 def _examine_errors(answer):
     """An error of the block has to come out of the contexts, in forward and while recomputing."""
-    block, x = _normed(), torch.randn(6, 4)
-    arrived, _ = _arrived(answer(block)[0])
-    if arrived != ERROR:
-        refuse("forward_error", error=ERROR, arrived=arrived)
+    block, x = MODELS["BatchNorm"](), torch.randn(6, 4)
+    _examine_error(answer(block)[0], "forward_error", "forward_error")
     first, second = answer(block)
     with first:
         block(x)
-    arrived, told = _arrived(second)
-    if arrived != ERROR:
-        refuse("recompute_error" if told else "recompute_error-lost", error=ERROR, arrived=arrived)
+    _examine_error(second, "recompute_error", "recompute_error-lost")
 
 
-def _arrived(context):
-    """What comes out of the context when an error is raised in it, and whether a traceback tells of that error."""
-    cause = ValueError("data server gone")
+def _examine_error(context, key, key_if_lost):
+    """The second key is for an error of which no traceback tells."""
+    cause, arrived, told = ValueError("data server gone"), "None", False
     try:
         with context:
             raise cause
     except Exception as error:
-        return said(error), str(cause) in "".join(traceback.format_exception(error))
-    return "None", False
+        arrived, told = said(error), str(cause) in "".join(traceback.format_exception(error))
+    if arrived != said(cause):
+        refuse(key if told else key_if_lost, error=said(cause), arrived=arrived)
 
 
 BUFFERS = Exercise("35.D", examine_buffers, buffers_once)

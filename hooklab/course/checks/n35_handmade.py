@@ -285,8 +285,7 @@ class _Compared(_Block):
             return len(self.packed) - 1, pack(tensor)
 
         def unpack_noting(kept):
-            index, packed = kept
-            got = unpack(packed)
+            index, got = kept[0], unpack(kept[1])
             self.handed_out.append((index, tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__))
             return got
 
