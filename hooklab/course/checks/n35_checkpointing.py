@@ -206,7 +206,7 @@ def examine_buffers(answer):
 def _examine_step(answer, name, count):
     want, got = _step(name, count), _step(name, count, answer)
     right = all_close(got.gradients, want.gradients) and _same(got.buffers, want.buffers)
-    where = {"where": Phrase(f"after_{count}"), "name": name}
+    where = {"where": Phrase("after_1" if count == 1 else "after_2"), "name": name}
     if not right and _same(got.middle, want.middle) and not _same(got.buffers, got.before):
         _examine_copies(answer, where)
     refuse_first(STEP, got=got, want=want, **where)

@@ -206,6 +206,16 @@ def never_again(block, x):
     return by_hand(block, x, missing=lambda index, again: next(once, False), take=dict.pop)
 
 
+def doubles_later(block, x):
+    """Right for the nine saved tensors of the first backward."""
+    asked = itertools.count(1)
+
+    def take(again, index):
+        return again.pop(index) * (2 if next(asked) > 9 else 1)
+
+    return by_hand(block, x, missing=lambda index, again: index not in again, take=take)
+
+
 def frees_at_the_end(block, x):
     again, wanted, number = {}, set(), itertools.count()
 
@@ -434,6 +444,7 @@ WRONG = {
         "no_tensor": _frugal_list(lambda again, index: print(end="")),
         "reshaped": _frugal_list(lambda again, index: again[index].t()),
         "second_raised": never_again,
+        "wrong_second": doubles_later,
         "recomputed_often": recomputes_each_time,
         "partial_backward": partial(by_hand, take=dict.pop),
         "left_from_before": _frugal(store=lambda kept={}: kept),
@@ -545,12 +556,29 @@ def sizes_beyond_the_layer(count, layers, budget):
     return min(fitting)[-1]
 
 
+def raises_its_own(block):
+    """35.D: in place of an error of the block comes another, which tells of it."""
+    first, second = buffers_once(block)
+
+    class Second:
+        def __enter__(self):
+            second.__enter__()
+
+        def __exit__(self, kind, *_):
+            second.__exit__()
+            if kind is ValueError:
+                raise RuntimeError("recomputing has failed")
+
+    return first, Second()
+
+
 ALSO_WRONG = [
     ("35.A", "ready_made", lambda block, x: checkpoint(lambda: block(x), use_reentrant=False)),
     ("35.A", "wrong_mask", checkpoint_by_seed),
     ("35.A", "other_dropout", dropped_twice),
     ("35.A", "other_numbers", seeds_in_pack),
     ("35.B", "gave_up", only_divisors),
+    ("35.B", "over_budget", lambda count, layers, budget: {}),
     ("35.C", "no_tensor", _frugal_list(lambda again, index: [again[index]])),
     ("35.C", "other_shape", _frugal_list(lambda again, index: again[0])),
     ("35.D", "wrong_gradients", by_state_dict),
@@ -560,6 +588,7 @@ ALSO_WRONG = [
     ("35.D", "start_not_copied", buffers_in_a_list(torch.Tensor.numpy)),
     ("35.D", "now_not_copied", buffers_in_a_list(torch.Tensor.tolist, now=torch.Tensor.numpy)),
     ("35.D", "now_not_copied", buffers_in_a_list(torch.clone, now=torch.Tensor.detach)),
+    ("35.D", "recompute_error", raises_its_own),
 ]
 
 RIGHT = [
