@@ -34,10 +34,6 @@ def stores_too_late(block, x):
         return block(x)
 
 
-def forgets(block, x):
-    return by_hand(block, x)
-
-
 def seeds_both(block, x):
     torch.manual_seed(0)
     return faithful(block, x)
@@ -206,14 +202,18 @@ def never_again(block, x):
     return by_hand(block, x, missing=lambda index, again: next(once, False), take=dict.pop)
 
 
-def doubles_later(block, x):
-    """Right for the nine saved tensors of the first backward."""
-    asked = itertools.count(1)
+def _doubling(right):
+    """A wrong answer: after so many tensors that are `right`, it hands out twice what was saved."""
 
-    def take(again, index):
-        return again.pop(index) * (2 if next(asked) > 9 else 1)
+    def answer(block, x):
+        asked = itertools.count()
 
-    return by_hand(block, x, missing=lambda index, again: index not in again, take=take)
+        def take(again, index):
+            return again.pop(index) * (1 if next(asked) < right else 2)
+
+        return by_hand(block, x, missing=lambda index, again: index not in again, take=take)
+
+    return answer
 
 
 def frees_at_the_end(block, x):
@@ -401,7 +401,7 @@ def _keeping(start=copies, now=copies, *, swallow=(False, False)):
 
 WRONG = {
     "35.A": {
-        "wrong_mask": forgets,
+        "wrong_mask": by_hand,
         "state_too_late": stores_too_late,
         "gradient_missing": lambda block, x: faithful(block, x.detach()),
         "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
@@ -435,7 +435,7 @@ WRONG = {
         "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
     },
     "35.C": {
-        "kept_recomputed": forgets,
+        "kept_recomputed": by_hand,
         "freed_at_the_end": frees_at_the_end,
         "mixed_up": the_last_block,
         "leaked": _frugal(keep=lambda tensor: tensor),
@@ -444,7 +444,8 @@ WRONG = {
         "no_tensor": _frugal_list(lambda again, index: print(end="")),
         "reshaped": _frugal_list(lambda again, index: again[index].t()),
         "second_raised": never_again,
-        "wrong_second": doubles_later,
+        "wrong_gradients": _doubling(0),
+        "wrong_second": _doubling(9),  # as many as the first backward asks for
         "recomputed_often": recomputes_each_time,
         "partial_backward": partial(by_hand, take=dict.pop),
         "left_from_before": _frugal(store=lambda kept={}: kept),
