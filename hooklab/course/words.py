@@ -70,8 +70,15 @@ def _in_language(language: str, key: str, facts: Mapping[str, Any], tables: list
         template = _template(language, key, table)
         if template is not None and _named_in(template) <= told.keys():
             return _FORMATTER.vformat(template, (), told)
-    wanted = f"write `{key}.zh = …` and `{key}.en = …` into the exercise's table"
-    raise KeyError(f"no words for {key!r} with the facts {', '.join(facts) or 'none'}: {wanted}")
+    raise KeyError(_no_words(language, key, told, tables))
+
+
+def _no_words(language: str, key: str, told: Mapping[str, Any], tables: list[Words]) -> str:
+    for table in tables:
+        if (template := _template(language, key, table)) is not None:
+            unknown = ", ".join(f"{{{name}}}" for name in sorted(_named_in(template) - told.keys()))
+            return f"`{key}.{language}` names {unknown}; the facts are: {', '.join(told) or 'none'}"
+    return f"no words for {key!r}: write `{key}.zh = …` and `{key}.en = …` into the exercise's table"
 
 
 def _template(language: str, key: str, table: Words) -> str | None:

@@ -245,7 +245,7 @@ WRONG = {
         "returned_nothing": lambda function, x: print(end=str(held_bytes(function, x))[:0]),
     },
     "31.B": {f"with_{name}": _names(name) for name in NAMES if name not in needed()}
-    | {f"without_{name}": _names(without=name) for name in needed()}
+    | {f"without_{name}": _names(without=name) for name in sorted(needed())}
     | {
         "everything": lambda: set(NAMES),
         "unknown_names": _names("relu"),
