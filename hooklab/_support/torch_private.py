@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 
@@ -31,6 +32,16 @@ def outer_hooks() -> tuple[Callable, Callable] | None:
     """The innermost pair of saved-tensor hooks that is active in this thread; None also where PyTorch cannot say."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top(False) if top is not None else None
+
+
+def close_hooks(before: tuple[Callable, Callable] | None) -> int:
+    """Close the saved-tensor hooks that were opened after `before`, which `outer_hooks()` has told; how many they were."""
+    closed = 0
+    while outer_hooks() not in (before, None):
+        # Whichever pair a context is given, its end closes the innermost.
+        graph.saved_tensors_hooks(lambda saved: saved, lambda packed: packed).__exit__()
+        closed += 1
+    return closed
 
 
 def saving_node() -> Any:

@@ -84,7 +84,8 @@ def _notebooks() -> list[str]:
 
 def _exercises(notebook: str) -> list[Exercise]:
     """Those in `checks/n11_….py`; an exercise that is long has a file of its own, whose name begins in the same way."""
-    with usual_defaults():  # a file may make tensors when it is imported
+    # A file may make tensors when it is imported.
+    with usual_defaults(), torch.inference_mode(False):
         files = [
             import_module(f"hooklab.course.checks.{path.stem}") for path in sorted(FOLDER.glob(f"n{notebook}_*.py"))
         ]

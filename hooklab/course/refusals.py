@@ -3,7 +3,7 @@
 A refusal says what was seen and where to look, never the answer. What several checks look for stands here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Never
@@ -24,6 +24,7 @@ __all__ = [
     "refuse_latest_call",
     "refuse_other_items",
     "refuse_removing_others",
+    "refuse_result_of",
     "refuse_same_object",
 ]
 
@@ -56,6 +57,20 @@ def refuse_first(mistakes: Iterable[tuple[str, Callable[[Any], object]]], **fact
     for key, holds in mistakes:
         if holds(seen):
             refuse(key, **vars(seen))
+
+
+def refuse_result_of(mistakes: Iterable[tuple[str, Callable[[Any], Sequence[Any]]]], found: Any, **facts: Any) -> None:
+    """Refuse `found`, numbers that are not what is wanted, for the first of `mistakes` that gives them.
+
+    Args:
+        mistakes: each a key, and what comes out of that mistake: one or several values, computed from the facts.
+        found: a tensor or a number.
+    """
+    found = torch.as_tensor(found)
+    for key, results in mistakes:
+        values = [torch.as_tensor(value, dtype=found.dtype) for value in results(SimpleNamespace(**facts))]
+        if any(torch.allclose(found, value, rtol=1e-3, atol=1e-4) for value in values):
+            refuse(key, **facts)
 
 
 def expect_like(got: Any, want: Tensor, what: str = "returned") -> None:

@@ -5,6 +5,7 @@ there are `{got!t}` (the name of its type), `{got!k}` (its type, and a tensor's 
 says). A tensor is written as a list of its values, to four digits.
 """
 
+import re
 import string
 import tomllib
 from collections.abc import Mapping
@@ -48,10 +49,12 @@ def shared_words() -> Words:
 
 
 def say(key: str, facts: Mapping[str, Any], tables: list[Words]) -> tuple[str, str]:
-    """What stands under `key` in the first of `tables` that has it, in Chinese and in English, with the facts in it.
+    """What stands under `key` in the first of `tables` that names no other facts than these, in Chinese and in English.
+
+    So the exercise's own `wrong_shape` and the shared one may both be in use: each is said with its own facts.
 
     Raises:
-        KeyError: no table has the key, or a template names a fact that was not given.
+        KeyError: no table has the key, or all of them name a fact that was not given.
     """
     zh, en = (_in_language(language, key, facts, tables) for language in LANGUAGES)
     return zh, en
@@ -63,17 +66,30 @@ def _in_language(language: str, key: str, facts: Mapping[str, Any], tables: list
         if isinstance(value, Phrase):
             phrase = _in_language(language, f"phrases.{value.name}", {**facts, name: ""}, tables)
             told |= {name: phrase, name.capitalize(): phrase[0].upper() + phrase[1:]}
-    return _FORMATTER.vformat(_template(language, key, tables), (), told)
-
-
-def _template(language: str, key: str, tables: list[Words]) -> str:
     for table in tables:
-        entry: Any = table
-        for part in key.split("."):
-            entry = entry.get(part) if isinstance(entry, Mapping) else None
-        if entry is not None:
-            return entry[language]
-    raise KeyError(f"no words for {key!r}: write `{key}.zh = …` and `{key}.en = …` into the exercise's table")
+        template = _template(language, key, table)
+        if template is not None and _named_in(template) <= told.keys():
+            return _FORMATTER.vformat(template, (), told)
+    raise KeyError(_no_words(language, key, told, tables))
+
+
+def _no_words(language: str, key: str, told: Mapping[str, Any], tables: list[Words]) -> str:
+    for table in tables:
+        if (template := _template(language, key, table)) is not None:
+            unknown = ", ".join(f"{{{name}}}" for name in sorted(_named_in(template) - told.keys()))
+            return f"`{key}.{language}` names {unknown}; the facts are: {', '.join(told) or 'none'}"
+    return f"no words for {key!r}: write `{key}.zh = …` and `{key}.en = …` into the exercise's table"
+
+
+def _template(language: str, key: str, table: Words) -> str | None:
+    entry: Any = table
+    for part in (*key.split("."), language):
+        entry = entry.get(part) if isinstance(entry, Mapping) else None
+    return entry
+
+
+def _named_in(template: str) -> set[str]:
+    return {re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 class _Formatter(string.Formatter):

@@ -14,7 +14,9 @@ SPAN = re.compile(r"`([^`\n]+)`")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
-NEIGHBOURS = re.compile(r"^(?:上一本|Previous|\[目录\]|\[Contents\]).*\.ipynb\).*$", re.MULTILINE)  # titles of other notebooks
+NEIGHBOURS = re.compile(
+    r"^(?:上一本|Previous|\[目录\]|\[Contents\]).*\.ipynb\).*$", re.MULTILINE
+)  # titles of other notebooks
 PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 MAX_WORDS = 90  # "about 80"
 MAX_HAN = 180  # what 90 English words are in Chinese

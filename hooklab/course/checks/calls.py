@@ -1,16 +1,18 @@
 """Answers that are judged by what they return: a table of calls, a table of mistakes, and the solution as the oracle."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hooklab.course.refusals import expect_like, refuse_first
+from hooklab.course.refusals import Refused, expect_like, refuse_first
 
-__all__ = ["all_close", "compare", "equal", "hook_maker", "raised"]
+__all__ = ["all_close", "close", "compare", "equal", "hook_maker", "outcome", "raised", "refuse_raised"]
 
 Mistakes = Iterable[tuple[str, Callable[[Any], object]]]
 
@@ -69,6 +71,12 @@ def equal(got: Any, want: Tensor) -> bool:
     return isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got, want)
 
 
+def close(got: Any, want: Tensor) -> bool:
+    """True if `got` is a tensor with the shape and the dtype of `want`, and values that agree."""
+    same_kind = isinstance(got, Tensor) and (got.shape, got.dtype) == (want.shape, want.dtype)
+    return same_kind and torch.allclose(got.detach(), want, rtol=1e-4, atol=1e-6)
+
+
 def all_close(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
     """True if both hold the same names, with values that agree."""
     return found.keys() == want.keys() and all(torch.allclose(found[name], want[name]) for name in want)
@@ -81,3 +89,29 @@ def raised(call: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def outcome(call: Callable, *given: Any) -> Any:
+    """What a call returns, or the error that it raises."""
+    try:
+        return call(*given)
+    except Exception as error:
+        return error
+
+
+@contextmanager
+def refuse_raised(mistakes: str | Mistakes, **facts: Any) -> Iterator[None]:
+    """Refuse an error of the block for the first of `mistakes` that holds, or for the one key. Otherwise it goes on.
+
+    The facts have the `error`, the first `line` of what it says, and whether a `forward` was running (`in_forward`).
+    """
+    table = [(mistakes, lambda t: True)] if isinstance(mistakes, str) else mistakes
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        line, frames = str(error).partition("\n")[0], traceback.extract_tb(error.__traceback__)
+        in_forward = any(frame.name == "forward" for frame in frames)
+        refuse_first(table, **facts, error=error, line=line, in_forward=in_forward)
+        raise

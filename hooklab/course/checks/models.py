@@ -1,14 +1,17 @@
 """What an answer has left behind on a model, or changed of it: taken before the call, asked after it."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from hooklab.census import hooks_on
+from hooklab.course.refusals import refuse
 
-__all__ = ["Before"]
+__all__ = ["Before", "fails", "refuse_hooks"]
 
 
 class Before:
@@ -18,7 +21,8 @@ class Before:
         self.model = model
         self._hooks = _hooks(model)
         self._modes = _modes(model)
-        self._attributes = [set(vars(module)) for module in model.modules()]
+        self._attributes = _attributes(model)
+        self._switches = _switches(model)
         self._trained = {name: param.requires_grad for name, param in model.named_parameters()}
         self._state = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -43,6 +47,11 @@ class Before:
         now = _modes(self.model)
         return {name: (was, now[name]) for name, was in self._modes.items() if was != now[name]}
 
+    def switched(self) -> list[str]:
+        """What is True and was False, or the other way round: "act.inplace", "training", "head.weight.requires_grad"."""
+        now = _switches(self.model)
+        return [name for name, was in self._switches.items() if now.get(name) != was]
+
     def frozen(self) -> list[str]:
         """The parameters that had `requires_grad` and have it no longer."""
         return [
@@ -61,8 +70,45 @@ class Before:
 
     def new_attributes(self) -> list[str]:
         """The names of attributes that some module has now and had not."""
-        pairs = zip(self.model.modules(), self._attributes, strict=True)
-        return sorted({name for module, before in pairs for name in vars(module).keys() - before})
+        return sorted({key for _, key in _attributes(self.model).keys() - self._attributes.keys()})
+
+    def changed_attributes(self) -> list[str]:
+        """The names of attributes that some module has now and had not, has no longer, or has with another flag or number.
+
+        The `training` of a module is left out, and a `forward` that was put back.
+        """
+        changed = {key for (_, key), _ in _attributes(self.model).items() ^ self._attributes.items()}
+        return sorted(changed if self.replaced_forwards() else changed - {"forward"})
+
+
+def refuse_hooks(before: Before, left: str) -> None:
+    """Refuse an answer that took off a hook which was there ("removed_others"), or has left one of its own (`left`).
+
+    The words may name its `kind` and `place`, and how many `more` there are now.
+    """
+    if lost := before.lost_hooks():
+        refuse("removed_others", place=lost[0][1])
+    if new := before.new_hooks():
+        kind, place, _ = new[0]
+        refuse(left, kind=kind, place=place, more=len(new))
+
+
+@contextmanager
+def fails(
+    model: nn.Module,
+    error: type[Exception] | tuple[type[Exception], ...] = RuntimeError,
+    swallowed: str = "swallowed",
+    left: str = "hooks_left_after_error",
+) -> Iterator[Before]:
+    """The block gives an answer a `model` that raises `error`: this has to come through, and no hook may stay."""
+    before = Before(model)
+    try:
+        yield before
+    except error:
+        pass
+    else:
+        refuse(swallowed)
+    refuse_hooks(before, left)
 
 
 def _hooks(model: nn.Module) -> Counter:
@@ -71,3 +117,23 @@ def _hooks(model: nn.Module) -> Counter:
 
 def _modes(model: nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """By module and name: flags, numbers and words with their value, anything else as None."""
+    return {
+        (name, key): value if isinstance(value, bool | int | float | str) else None
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key != "training"
+    }
+
+
+def _switches(model: nn.Module) -> dict[str, bool]:
+    flags = {
+        f"{name}.{flag}".lstrip("."): value
+        for name, module in model.named_modules()
+        for flag, value in vars(module).items()
+        if isinstance(value, bool) and not flag.startswith("_")
+    }
+    return flags | {f"{name}.requires_grad": param.requires_grad for name, param in model.named_parameters()}

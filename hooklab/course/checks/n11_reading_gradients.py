@@ -1,19 +1,27 @@
 """Checks of notebook 11: reading gradients."""
 
-import gc
 import warnings
-import weakref
 
 import torch
 from torch import Tensor, nn
 
-from hooklab.course.check import Exercise, expect_like, refuse
+from hooklab.course.check import Exercise, expect_like, refuse, refuse_first
+from hooklab.course.checks.tensor_hooks import backward, refuse_never_freed, values
 
 # ---- 11.A: the gradient of any tensor, without touching a .grad ----
 
 
 def gradient_of(loss, tensor):
     return torch.autograd.grad(loss, tensor)[0]
+
+
+GRADIENT = [  # `touched` is whether a `.grad` of another tensor has changed
+    ("got_none", lambda t: t.got is None and t.touched),
+    ("returned_nothing", lambda t: t.got is None),
+    ("filled_grad", lambda t: t.touched or _filled(t.tensor)),
+    ("left_behind", lambda t: t.tensor._backward_hooks),
+    ("attached", lambda t: isinstance(t.got, Tensor) and t.got.requires_grad),
+]
 
 
 def examine_gradient_of(answer):
@@ -27,27 +35,21 @@ def examine_gradient_of(answer):
     leaf, other = torch.randn(3, requires_grad=True), torch.ones(3, requires_grad=True)
     leaf.grad = torch.full((3,), 7.0)
     got = answer((leaf**2 * other).sum(), leaf)
-    kept = leaf.grad is not None and torch.equal(leaf.grad, torch.full((3,), 7.0))
-    _examine_gradient(got, 2 * leaf.detach(), leaf, touched=not kept or other.grad is not None)
+    touched = values([leaf.grad, other.grad]) != [[7.0, 7.0, 7.0], None]
+    _examine_gradient(got, 2 * leaf.detach(), leaf, touched)
 
 
 def _examine_gradient(got, want, tensor, touched):
-    if isinstance(got, tuple | list) and all(item is None or isinstance(item, Tensor) for item in got):
-        refuse("tuple", count_got=len(got), got=got)
-    if got is None and touched:
-        refuse("got_none")
-    if got is None:
-        refuse("returned_nothing")
+    if isinstance(got, tuple | list) and all(isinstance(item, Tensor | None) for item in got):
+        refuse("tuple", got=got, count=len(got))
+    refuse_first(GRADIENT, got=got, tensor=tensor, touched=touched)
+    expect_like(got, want, "gradient")
+
+
+def _filled(tensor):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reading the .grad of a tensor that is no leaf warns
-        filled = tensor.retains_grad or (not tensor.is_leaf and tensor.grad is not None)
-    if touched or filled:
-        refuse("filled_grad")
-    if tensor._backward_hooks:
-        refuse("left_behind")
-    if isinstance(got, Tensor) and got.requires_grad:
-        refuse("attached")
-    expect_like(got, want, "gradient")
+        return not tensor.is_leaf and (tensor.retains_grad or tensor.grad is not None)
 
 
 GRADIENT_OF = Exercise("11.A", examine_gradient_of, gradient_of)
@@ -61,7 +63,12 @@ def record(tensor):
     return gradients
 
 
-FACTORS = (3.0, 0.0, 5.0)
+RECORDED = [  # three backwards of `y`, one of them with a gradient of zeros
+    ("nothing_recorded", lambda t: not t.gradients),
+    ("read_dot_grad", lambda t: t.gradients[0] is None),
+    ("zero_for_none", lambda t: values(t.gradients) == [[3.0, 3.0], [5.0, 5.0]]),
+    ("only_last", lambda t: len(t.gradients) != 3),
+]
 
 
 def examine_record(answer):
@@ -72,41 +79,21 @@ def examine_record(answer):
         refuse("not_a_list", gradients=gradients)
     if gradients or answer(x * 3) is gradients:
         refuse("shared_list")
-    for factor in FACTORS:
-        (y * factor).sum().backward(retain_graph=True)
-    _examine_recorded(gradients)
+    backward(y, 3, 0, 5)
+    refuse_first(RECORDED, gradients=gradients, count=len(gradients))
+    for found, factor in zip(gradients, (3, 0, 5), strict=True):
+        expect_like(found, torch.full_like(x, factor), "each_recorded")
     if x.grad.tolist() != [16.0, 16.0]:
-        refuse("changed", x_grad=x.grad.tolist())
-    _examine_leaf(answer)
-    _examine_copy(answer)
-    _examine_freed(answer)
-
-
-def _examine_recorded(gradients):
-    if not gradients:
-        refuse("nothing_recorded")
-    if gradients[0] is None:
-        refuse("read_dot_grad")
-    if len(gradients) == 2 and all(isinstance(found, Tensor) and found.any() for found in gradients):
-        refuse("zero_for_none")
-    if len(gradients) != len(FACTORS):
-        refuse("only_last", count_gradients=len(gradients))
-    for found, factor in zip(gradients, FACTORS, strict=True):
-        want = torch.full((2,), factor, dtype=torch.float64)
-        expect_like(found, want, "each_recorded")
-
-
-def _examine_leaf(answer):
+        refuse("changed", found=x.grad)
     leaf = torch.ones(2, requires_grad=True)
     gradients = answer(leaf)
-    for factor in (3, 5):
-        (leaf * factor).sum().backward()
-    found = [grad.tolist() if isinstance(grad, Tensor) else grad for grad in gradients]
-    if found != [[3.0, 3.0], [5.0, 5.0]]:
+    backward(leaf, 3, 5)
+    if (found := values(gradients)) != [[3.0, 3.0], [5.0, 5.0]]:
         refuse("leaf", found=found)
-
-    if leaf.grad is None or leaf.grad.tolist() != [8.0, 8.0]:
-        refuse("leaf_grad", leaf=leaf.grad if leaf.grad is None else leaf.grad.tolist())
+    if values([leaf.grad]) != [[8.0, 8.0]]:
+        refuse("leaf_grad", found=leaf.grad)
+    _examine_copy(answer)
+    refuse_never_freed(answer)
 
 
 def _examine_copy(answer):
@@ -121,17 +108,6 @@ def _examine_copy(answer):
         (output * torch.tensor([3.0, 4.0])).sum().backward()
         if gradients[0].tolist() != [3.0, 4.0]:
             refuse("not_a_copy")
-
-
-def _examine_freed(answer):
-    y = torch.ones(2, requires_grad=True) * 2
-    alive = weakref.ref(y)
-    gradients = answer(y)
-    (y * 3).sum().backward()
-    del y, gradients
-    gc.collect()
-    if alive() is not None:
-        refuse("never_freed")
 
 
 RECORD = Exercise("11.B", examine_record, record)
@@ -155,37 +131,34 @@ class _HalfUsed(nn.Module):
         return self.frozen(self.used(x)) + self.dead * 0
 
 
+NAMES = [  # of the half used model, after its backward
+    ("data_grad", lambda t: any(name.startswith("used") for name in t.got)),
+    ("zero_counted", lambda t: "dead" in t.got),
+    ("frozen_counted", lambda t: any(name.startswith("frozen") for name in t.got)),
+    ("missed", lambda t: [name for name in t.got if name.startswith("forgotten")] != t.want[:2]),
+    ("missed_own", lambda t: t.got != t.want),
+]
+
+
 def examine_without_gradient(answer):
     model = _HalfUsed()
     model(torch.randn(4, 2)).sum().backward()
-    _examine_names(answer(model))
+    got = answer(model)
+    if not isinstance(got, list | tuple | set) or any(not isinstance(name, str) for name in got):
+        refuse("not_names")
+    refuse_first(NAMES, got=sorted(got), want=["forgotten.bias", "forgotten.weight", "own"])
     if filled := [name for name in ("forgotten.weight", "own") if model.get_parameter(name).grad is not None]:
-        refuse("filled_grad", filled=filled[0])
+        refuse("filled_grad", name=filled[0])
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other[0](torch.randn(4, 2)).sum().backward()
-    found = answer(other)
+    found = list(answer(other))
     if other[1].weight.grad is not None:
         refuse("ran_backward")
     if sorted(found) != ["1.bias", "1.weight"]:
-        refuse("one_model_only", found=list(found))
-    deep = answer(nn.Sequential(nn.Sequential(nn.Linear(2, 2))))
-    if sorted(deep) != ["0.0.bias", "0.0.weight"]:
-        refuse("not_deep_enough", deep=list(deep))
-
-
-def _examine_names(got):
-    if not isinstance(got, list | tuple | set) or any(not isinstance(name, str) for name in got):
-        refuse("not_names")
-    if any(name.startswith("used") for name in got):
-        refuse("data_grad")
-    if "dead" in got:
-        refuse("zero_counted")
-    if any(name.startswith("frozen") for name in got):
-        refuse("frozen_counted")
-    if sorted(name for name in got if name.startswith("forgotten")) != ["forgotten.bias", "forgotten.weight"]:
-        refuse("missed", got=sorted(got))
-    if sorted(got) != ["forgotten.bias", "forgotten.weight", "own"]:
-        refuse("missed_own", got=sorted(got))
+        refuse("one_model_only", found=found)
+    found = list(answer(nn.Sequential(nn.Sequential(nn.Linear(2, 2)))))
+    if sorted(found) != ["0.0.bias", "0.0.weight"]:
+        refuse("not_deep_enough", found=found)
 
 
 WITHOUT_GRADIENT = Exercise("11.C", examine_without_gradient, without_gradient)

@@ -12,9 +12,13 @@ from hooklab.course.check import (
     Exercise,
     expect_like,
     refuse,
+    refuse_first,
     refuse_latest_call,
     refuse_removing_others,
 )
+from hooklab.course.checks.calls import equal, refuse_raised
+from hooklab.course.checks.handles import expect_handle, hung
+from hooklab.course.checks.models import Before
 
 # ---- 13.A: for use inside forward: values as they are, no negative gradient ----
 
@@ -27,110 +31,79 @@ def no_negative(x):
 
 # Where the gradient is negative the value is not, and the other way round.
 VALUES, WEIGHT = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([-3.0, 2.0, 0.5])
+NO_NUMBERS = torch.tensor([[[[math.nan, -math.inf]], [[2.0, -3.0]]]])
+
+RETURNED = [  # for an `x` with VALUES
+    ("returned_sometimes", lambda t: t.got is None and not torch.is_grad_enabled()),
+    ("returned_nothing", lambda t: t.got is None),
+    ("returned_handle", lambda t: hasattr(t.got, "remove") and not isinstance(t.got, list | set)),
+    ("changed_values", lambda t: equal(t.got, VALUES.clamp(min=0))),
+]
+
+PASSED = [  # what `came` to `x` is WEIGHT, what `went` on is the gradient behind the hook
+    ("cut", lambda t: t.went is None),
+    ("unchanged", lambda t: torch.equal(t.went, t.came)),
+    # The gradient of a sum is one buffer for both terms.
+    ("in_place", lambda t: not torch.equal(_grads(lambda other, own: other + t.answer(own))[0], t.came)),
+    ("masked_by_values", lambda t: torch.equal(t.went, t.came * (VALUES > 0))),
+    ("wrong_values-gradient", lambda t: not torch.allclose(t.went, t.came.clamp(min=0))),
+    ("latest_only", lambda t: not all(_both_clamped(t.answer, dtype) for dtype in (torch.float32, torch.bfloat16))),
+    ("first_only", lambda t: not torch.equal(_grads(lambda _, own: t.answer(own), times=2)[1], 2 * t.went)),
+    ("whole_node", lambda t: not torch.equal(_grads(lambda *tensors: _first_half(t.answer, tensors))[1], t.came)),
+    ("not_the_rest", lambda t: _other_than_negative(t)),
+]
 
 
 def examine_no_negative(answer):
-    leaf = (-VALUES).requires_grad_()
-    got = answer(leaf * -1)
-    _examine_values(got, VALUES)
+    x = VALUES.clone().requires_grad_()
+    got = answer(x * 1)
+    _examine_returned(got)
     if got.requires_grad:
         (got * WEIGHT).sum().backward()
-    if leaf.grad is None:
-        refuse("cut")
-    if torch.equal(leaf.grad, -WEIGHT):
-        refuse("unchanged")
-    _examine_neighbour(answer)
-    _examine_passed(-leaf.grad)
-    _examine_two_uses(answer)
-    _examine_two_backwards(answer)
-    _examine_one_half(answer)
-    _examine_any_shape(answer)
-    _examine_without_grad(answer)
+    refuse_first(PASSED, answer=answer, came=WEIGHT, went=x.grad)
+    for key, grad_enabled in (("fails_in_no_grad", False), ("fails_when_frozen", True)):
+        with torch.set_grad_enabled(grad_enabled):
+            _examine_without_grad(answer, key)
     _examine_freed(answer)
 
 
-def _examine_any_shape(answer):
-    x = torch.ones(1, 2, 1, 2, requires_grad=True)
-    grad = torch.tensor([math.nan, -math.inf, 2.0, -3.0]).reshape(x.shape)
-    answer(x * 1).backward(grad)
-    if not torch.equal(x.grad.nan_to_num(-1.0), torch.tensor([-1.0, 0.0, 2.0, 0.0]).reshape(x.shape)):
-        refuse("not_the_rest", x_grad=x.grad.flatten().tolist())
+def _examine_returned(got):
+    refuse_first(RETURNED, got=got)
+    expect_like(got, VALUES)
 
 
-def _examine_values(got, want):
-    if got is None:
-        refuse("returned_nothing")
-    if hasattr(got, "remove") and not isinstance(got, list | set):
-        refuse("returned_handle")
-    if isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got.detach(), want.clamp(min=0)):
-        refuse("changed_values")
-    expect_like(got, want)
-
-
-def _examine_passed(passed):
-    if torch.equal(passed, WEIGHT * (VALUES > 0)):
-        refuse("masked_by_values")
-    if not torch.allclose(passed, WEIGHT.clamp(min=0)):
-        came, went = ([round(value, 4) for value in each.tolist()] for each in (WEIGHT, passed))
-        refuse("wrong_values", came=came, went=went)
-
-
-def _examine_two_uses(answer):
-    """In one forward; in bfloat16, whose hooks must return it."""
-    for dtype in (torch.float32, torch.bfloat16):
-        leaves = [torch.ones(3, dtype=dtype, requires_grad=True) for _ in range(2)]
-        weight = WEIGHT.to(dtype)
-        used = [answer(leaf * 1) for leaf in leaves]
-        sum((out * weight).sum() for out in used).backward()
-        if not all(torch.equal(leaf.grad, weight.clamp(min=0)) for leaf in leaves):
-            refuse("latest_only")
-
-
-def _examine_two_backwards(answer):
-    leaf = torch.ones(3, requires_grad=True)
-    loss = (answer(leaf * 1) * WEIGHT).sum()
-    for _ in range(2):
-        leaf.grad = None
+def _grads(use, weight=WEIGHT, times=1):
+    """The gradients of two leaves; `use` is given a tensor from each, and `weight` comes to what it returns."""
+    leaves = [torch.ones_like(weight, requires_grad=True) for _ in range(2)]
+    loss = (use(*[leaf * 1 for leaf in leaves]) * weight).sum()
+    for _ in range(times):
         loss.backward(retain_graph=True)
-    if not torch.equal(leaf.grad, WEIGHT.clamp(min=0)):
-        refuse("first_only")
+    return [leaf.grad for leaf in leaves]
 
 
-def _examine_one_half(answer):
-    """The Node of `chunk` has two outputs."""
-    leaf = torch.ones(6, requires_grad=True)
-    first, second = (leaf * 1).chunk(2)
-    ((answer(first) + second) * WEIGHT).sum().backward()
-    if not torch.equal(leaf.grad[3:], WEIGHT):
-        refuse("whole_node")
+def _both_clamped(answer, dtype):
+    """Used twice in one forward, also in a dtype that a hook has to return."""
+    weight = WEIGHT.to(dtype)
+    return all(equal(grad, weight.clamp(min=0)) for grad in _grads(lambda *two: sum(map(answer, two)), weight))
 
 
-def _examine_neighbour(answer):
-    """The gradient of a sum is one buffer for both terms: editing it in place reaches the other term too."""
-    other, leaf = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    neighbour = other * 1
-    total = neighbour + answer(leaf * 1)
-    (total * WEIGHT).sum().backward()
-    if not torch.equal(other.grad, WEIGHT):
-        refuse("in_place")
+def _first_half(answer, tensors):
+    """The Node of `chunk` has two outputs, of which one is given to `answer`."""
+    first, second = torch.cat(tensors).chunk(2)
+    return answer(first) + second
 
 
-def _examine_without_grad(answer):
-    try:
-        with torch.no_grad():
-            got = answer(VALUES.clone().requires_grad_() * 1)
-    except RuntimeError:
-        refuse("fails_in_no_grad")
-    if got is None:
-        refuse("returned_sometimes")
-    _examine_values(got, VALUES)
-    frozen = VALUES.clone()
-    try:
-        got = answer(frozen)
-    except RuntimeError:
-        refuse("fails_when_frozen")
-    _examine_values(got, VALUES)
-    if frozen.requires_grad or got.requires_grad:
+def _other_than_negative(t):
+    t.x_grad = _grads(lambda _, own: t.answer(own), NO_NUMBERS)[1]
+    return t.x_grad.nan_to_num(-1.0).flatten().tolist() != [-1.0, 0.0, 2.0, 0.0]
+
+
+def _examine_without_grad(answer, key):
+    x = VALUES.clone()
+    with refuse_raised(key):
+        got = answer(x)
+    _examine_returned(got)
+    if x.requires_grad or got.requires_grad:
         refuse("switched_on")
 
 
@@ -158,179 +131,119 @@ def hook_output(module, hook):
     return module.register_forward_hook(hang)
 
 
+ONE = torch.ones(1, 3)
+
+ARGUMENTS = [  # of the hook, each time that it is called
+    ("hook_on_node", lambda t: not isinstance(t.args[0], Tensor | nn.Module)),
+    ("hook_on_module", lambda t: t.count != 1),
+]
+
+FORWARD = [  # the first forward
+    ("called_in_forward", lambda t: t.seen),
+    ("replaced_output", lambda t: not isinstance(t.output, Tensor)),
+    ("changed_output", lambda t: not torch.equal(t.output, t.plain)),
+]
+
+BACKWARD = [  # two forwards, each with a backward of 3 times the output; the hook doubles the gradient
+    ("never_called", lambda t: not t.seen),
+    ("first_only", lambda t: t.count == 1),
+    ("wrong_count", lambda t: t.count != 2),
+    ("other_gradient", lambda t: not all(equal(grad, torch.full((4, 2), 3.0)) for grad in t.seen)),
+    ("value_dropped", lambda t: not torch.allclose(t.layer.bias.grad, torch.full((2,), 24.0))),
+]
+
+TWO_FORWARDS = [  # before one backward, with a hook that returns None and an input that requires no gradient
+    ("asks_input", lambda t: not t.count),
+    ("last_forward_only", lambda t: t.count != 2),
+    ("none_replaces", lambda t: not equal(t.layer.bias.grad, torch.full((2,), 2.0))),
+]
+
+
 def examine_hook_output(answer):
     layer, seen = nn.Linear(3, 2), []
     first, second = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
 
     def hook(*args):
-        _examine_arguments(args)
+        refuse_first(ARGUMENTS, args=args, count=len(args), found=", ".join(type(arg).__name__ for arg in args))
         seen.append(args[0].detach().clone())
         return args[0] * 2
 
     plain = layer(first).detach()
     handle = answer(layer, hook)
-    _examine_handle(handle)
-    output = _outcome(lambda: layer(first))
-    _examine_silent(seen)
-    _examine_output(output, plain)
-    _examine_two_modules(answer)
-    _examine_editable(answer)
+    expect_handle(handle)
+    with refuse_raised(FORWARD[:1], seen=seen):  # a hook that was called in forward may raise there
+        output = layer(first)
+    refuse_first(FORWARD, seen=seen, output=output, plain=plain)
+    if _fired(answer, [nn.Linear(3, 2), nn.Linear(3, 2)]) == [2]:
+        refuse_latest_call()
+    _examine_edited(answer)
     (output * 3).sum().backward()
     layer.zero_grad()
     (layer(second) * 3).sum().backward()
-    _examine_calls(seen, layer)
-    _examine_two_forwards(answer)
-    _examine_input_alone(answer)
-    _examine_eval(answer)
-    _examine_quiet(layer, first.detach())
+    refuse_first(BACKWARD, seen=seen, count=len(seen), layer=layer, shape=list(seen[0].shape) if seen else None)
+    _examine_runs(answer)
+    _examine_without_gradient(layer)
     handle.remove()
-    _examine_removed(layer, first.detach(), seen)
-    refuse_removing_others(layer.register_forward_hook, lambda: answer(layer, hook))
-    _examine_one_module(answer)
-
-
-def _outcome(run):
-    """What `run` returns, or the error it raises."""
-    try:
-        return run()
-    except RuntimeError as error:
-        return error
-
-
-def _examine_handle(handle):
-    if isinstance(handle, list | set) or not callable(getattr(handle, "remove", None)):
-        refuse("no_handle", handle=handle)
-
-
-def _examine_arguments(args):
-    if not isinstance(args[0], Tensor | nn.Module):
-        found = ", ".join(type(arg).__name__ for arg in args)
-        refuse("hook_on_node", found=found)
-    if len(args) != 1:
-        refuse("hook_on_module", count_args=len(args))
-
-
-def _examine_silent(seen):
+    seen.clear()
+    layer(first).sum().backward()
     if seen:
-        refuse("called_in_forward")
+        refuse("still_there")
+    refuse_removing_others(layer.register_forward_hook, lambda: answer(layer, hook))
+    if sorted(fired := _fired(answer, [layer, layer])) != [1, 2]:
+        refuse("one_per_module", fired=fired)
 
 
-def _examine_output(output, plain):
-    if isinstance(output, RuntimeError):
-        raise output
-    if not isinstance(output, Tensor):
-        refuse("replaced_output", output=output)
-    if not torch.equal(output.detach(), plain):
-        refuse("changed_output")
+def _fired(answer, layers):
+    """The numbers of the hooks that fire when the first of `layers` runs; each is hung on one of them, by its own call."""
+    numbers, fired = range(1, len(layers) + 1), []
+    hooks = [lambda *args, number=number: fired.append(number) for number in numbers]
+    with hung(*map(answer, layers, hooks)):
+        layers[0](ONE.clone().requires_grad_()).sum().backward()
+    return fired
 
 
-def _examine_two_modules(answer):
-    """Of the two only the first one runs."""
-    layers, calls = [nn.Linear(3, 2) for _ in range(2)], []
-    hooks = [lambda *args, number=number: calls.append(number) for number in range(2)]
-    handles = [answer(layer, hook) for layer, hook in zip(layers, hooks, strict=True)]
-    layers[0](torch.randn(4, 3, requires_grad=True)).sum().backward()
-    for handle in handles:
-        handle.remove()
-    if calls == [1]:
-        refuse_latest_call()
+def _run(answer, module, run):
+    """How often a hook fires that returns None, and what `run` has returned."""
+    calls = []
+    with hung(answer(module, lambda *args: calls.append(args))):
+        output = run()
+        output.sum().backward()
+    return len(calls), output
 
 
-def _examine_one_module(answer):
-    """Which is given two hooks."""
-    layer, calls = nn.Linear(3, 2), []
-    hooks = [lambda *args, number=number: calls.append(number) for number in range(2)]
-    handles = [answer(layer, hook) for hook in hooks]
-    layer(torch.randn(4, 3, requires_grad=True)).sum().backward()
-    for handle in handles:
-        handle.remove()
-    if sorted(calls) != [0, 1]:
-        refuse("one_per_module", number=[number + 1 for number in calls])
-
-
-def _examine_editable(answer):
-    layer, calls = nn.Linear(3, 2), []
-    handle = answer(layer, lambda *args: calls.append(args))
-    outcome = _outcome(lambda: layer(torch.randn(4, 3)).exp_())
-    handle.remove()
-    if isinstance(outcome, RuntimeError) and "BackwardHookFunction" not in str(outcome):
-        raise outcome
-    if isinstance(outcome, RuntimeError):
-        refuse("full_backward_hook")
-    outcome.sum().backward()
-    if not calls and outcome._is_view():
+def _examine_edited(answer):
+    layer = nn.Linear(3, 2)
+    with refuse_raised([("full_backward_hook", lambda t: "BackwardHookFunction" in t.line)]):
+        count, output = _run(answer, layer, lambda: layer(ONE).exp_())
+    if not count and output._is_view():
         refuse("hooked_a_view")
 
 
-def _examine_calls(seen, layer):
-    if not seen:
-        refuse("never_called")
-    if len(seen) == 1:
-        refuse("first_only")
-    if len(seen) != 2:
-        refuse("wrong_count", count_seen=len(seen))
-    if any(grad.shape != (4, 2) or not torch.equal(grad, torch.full((4, 2), 3.0)) for grad in seen):
-        refuse("other_gradient", shape=list(seen[0].shape))
-    if not torch.allclose(layer.bias.grad, torch.full((2,), 24.0)):
-        refuse("value_dropped")
-
-
-def _examine_two_forwards(answer):
-    """Two forwards before one backward, and a hook that returns None."""
-    layer, calls = nn.Linear(3, 2), []
-    handle = answer(layer, lambda grad: calls.append(1))
-    (layer(torch.ones(1, 3)) + layer(torch.ones(1, 3))).sum().backward()
-    handle.remove()
-    if not calls:
-        refuse("asks_input")
-    if len(calls) != 2:
-        refuse("last_forward_only", count_calls=len(calls))
-    if layer.bias.grad is None or layer.bias.grad.tolist() != [2.0, 2.0]:
-        refuse("none_replaces")
-
-
-def _examine_input_alone(answer):
-    """The input requires a gradient, no parameter does; the second module has modules inside."""
+def _examine_runs(answer):
+    layer = nn.Linear(3, 2)
+    count, _ = _run(answer, layer, lambda: layer(ONE) + layer(ONE))
+    refuse_first(TWO_FORWARDS, count=count, layer=layer)
     frozen = nn.Linear(3, 2).requires_grad_(False)
     for module in (frozen, nn.Sequential(frozen, nn.ReLU())):
-        calls = []
-        handle = answer(module, lambda grad, calls=calls: calls.append(1))
-        module(torch.ones(1, 3, requires_grad=True)).sum().backward()
-        handle.remove()
-        if not calls:
+        count, _ = _run(answer, module, lambda module=module: module(ONE.clone().requires_grad_()))
+        if not count:
             refuse("asks_parameters")
-        if len(calls) > 1:
-            refuse("everywhere", count_calls=len(calls))
-
-
-def _examine_eval(answer):
-    layer, calls = nn.Linear(3, 2).eval(), []
-    handle = answer(layer, lambda grad: calls.append(1))
-    layer(torch.ones(1, 3)).sum().backward()
-    handle.remove()
-    if not calls:
+        if count > 1:
+            refuse("everywhere", count=count)
+    layer.eval()
+    if not _run(answer, layer, lambda: layer(ONE))[0]:
         refuse("only_in_training")
 
 
-def _examine_quiet(layer, x):
-    with torch.no_grad():
-        in_no_grad = _outcome(lambda: layer(x))
+def _examine_without_gradient(layer):
+    with refuse_raised("fails_in_no_grad"), torch.no_grad():
+        in_no_grad = layer(ONE)
     layer.requires_grad_(False)
-    when_frozen = _outcome(lambda: layer(x))
+    with refuse_raised("fails_when_frozen"):
+        when_frozen = layer(ONE)
     layer.requires_grad_(True)
-    if isinstance(in_no_grad, RuntimeError):
-        refuse("fails_in_no_grad")
-    if isinstance(when_frozen, RuntimeError):
-        refuse("fails_when_frozen")
     if in_no_grad.requires_grad or when_frozen.requires_grad:
         refuse("switched_on")
-
-
-def _examine_removed(layer, x, seen):
-    seen.clear()
-    (layer(x) * 3).sum().backward()
-    if seen:
-        refuse("still_there")
 
 
 HOOK_OUTPUT = Exercise("13.B", examine_hook_output, hook_output)
@@ -356,7 +269,7 @@ def arrival_order(model, x):
 
 
 class _Mixed(nn.Module):
-    """Declared in another order than used; `stem` is frozen, the output of `side` is not used, `relu` is in place."""
+    """Declared in another order than used; `stem` may be frozen, the output of `side` is not used, `relu` is in place."""
 
     def __init__(self, *, frozen: bool) -> None:
         super().__init__()
@@ -370,101 +283,76 @@ class _Mixed(nn.Module):
         return self.head(self.relu(self.body(stem)))
 
 
+RAISED = [  # while the answer runs
+    ("replaced_output", lambda t: "RemovableHandle" in t.line),
+    ("full_backward_hook", lambda t: "BackwardHookFunction" in t.line),
+    ("fails_when_frozen", lambda t: "register a hook" in t.line and t.frozen),
+]
+
+RETURNED_ORDER = [  # as soon as the answer has returned
+    ("changed_input", lambda t: t.x.requires_grad),
+    ("removed_others", lambda t: t.before.lost_hooks()),
+    ("left_behind", lambda t: t.before.new_hooks()),
+    (
+        "not_names",
+        lambda t: not isinstance(t.order, list | tuple) or any(not isinstance(name, str) for name in t.order),
+    ),
+]
+
+ORDER = [  # where it is not the one wanted
+    ("zero_for_none", lambda t: t.zero_arrives and t.order == t.want[:-1]),
+    ("whole_model", lambda t: "" in t.order),
+    ("not_children", lambda t: t.strangers),
+    ("nothing_arrived", lambda t: not t.order),
+    ("last_name", lambda t: len(t.order) > 1 and len(set(t.order)) == 1),
+    ("repeated", lambda t: len(set(t.order)) < len(t.order)),
+    ("forward_order", lambda t: t.order == t.want[::-1]),
+    ("unused_counted", lambda t: "side" in t.order),
+    ("hung_too_late", lambda t: {"body", "relu"} <= {*t.order} and t.order.index("body") < t.order.index("relu")),
+    ("switched_on", lambda t: t.extra),
+    ("on_inputs", lambda t: any(list(t.model.get_submodule(name).parameters()) for name in t.missing)),
+    ("wrong_order-missing", lambda t: t.missing),
+    ("wrong_order", lambda t: True),
+]
+
+
 def examine_arrival_order(answer):
-    plain = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1))
-    _examine_order(_order(answer, plain), ["2", "1", "0"], plain)
-    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Linear(3, 1))
-    _examine_order(_order(answer, nested), ["1", "0"], nested)
-    mixed = _Mixed(frozen=False)
-    _examine_order(_order(answer, mixed), ["head", "relu", "body", "stem"], mixed)
-    try:
-        order = _order(answer, _Mixed(frozen=True))
-    except RuntimeError as error:
-        if "register a hook" not in str(error):
-            raise
-        refuse("fails_when_frozen")
-    _examine_order(order, ["head", "relu", "body"], mixed)
-    muted = nn.Sequential(nn.Linear(2, 3), nn.Threshold(1e9, 0.0), nn.Linear(3, 1))
-    order = _order(answer, muted)
-    if [*order] == ["2", "1"]:  # the gradient that arrives at "0" is zero
-        refuse("zero_for_none")
-    _examine_order(order, ["2", "1", "0"], muted)
+    first, last = nn.Linear(2, 3), nn.Linear(3, 1)
+    _examine_order(answer, nn.Sequential(first, nn.Sigmoid(), last), ["2", "1", "0"])
+    _examine_order(answer, nn.Sequential(nn.Sequential(first, nn.Tanh()), last), ["1", "0"])
+    _examine_order(answer, _Mixed(frozen=False), ["head", "relu", "body", "stem"])
+    _examine_order(answer, _Mixed(frozen=True), ["head", "relu", "body"], frozen=True)
+    silent = nn.Threshold(1e9, 0.0)  # whose gradient is zero everywhere
+    _examine_order(answer, nn.Sequential(first, silent, last), ["2", "1", "0"], zero_arrives=True)
     model, x = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1)), torch.randn(4, 2)
     plain = copy.deepcopy(model)
     plain(x).sum().backward()
     answer(model, x)
-    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-    for (name, param), other in pairs:
-        if param.grad is not None and (other.grad is None or not torch.allclose(param.grad, other.grad)):
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if param.grad is not None and not torch.allclose(param.grad, other.grad):
             refuse("other_gradients", name=name)
 
 
-def _order(answer, model):
-    """What `answer` returns for `model`, which holds one hook of somebody else's."""
-    x, child = torch.randn(4, 2), next(model.children())
-    handle = child.register_forward_hook(lambda module, args, output: None)
-    try:
+def _examine_order(answer, model, want, frozen=False, zero_arrives=False):
+    """Of `model`, which holds one hook of somebody else's."""
+    x, children = torch.randn(4, 2), dict(model.named_children())
+    next(model.children()).register_forward_hook(lambda module, args, output: None)
+    before = Before(model)
+    with refuse_raised(RAISED, frozen=frozen):
         order = answer(model, x)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        if "RemovableHandle" in str(error):
-            refuse("replaced_output")
-        if "BackwardHookFunction" not in str(error):
-            raise
-        refuse("full_backward_hook")
-    if x.requires_grad:
-        refuse("changed_input")
-    if handle.id not in child._forward_hooks:
-        refuse("removed_others")
-    handle.remove()
-    _examine_left(model)
-    return order
-
-
-def _examine_order(order, want, model):
-    if not isinstance(order, list | tuple) or any(not isinstance(name, str) for name in order):
-        refuse("not_names")
+    refuse_first(RETURNED_ORDER, before=before, x=x, order=order)
     order = list(order)
-    if order == want:
-        return
-    if "" in order:
-        refuse("whole_model")
-    if strangers := sorted(set(order) - {name for name, _ in model.named_children()}):
-        refuse("not_children", strangers=strangers[0])
-    if not order:
-        refuse("nothing_arrived")
-    if len(order) > 1 and len(set(order)) == 1:
-        refuse("last_name", order=order[0])
-    if len(set(order)) < len(order):
-        refuse("repeated", order=order)
-    if order == want[::-1]:
-        refuse("forward_order", order=order)
-    if "side" in order:
-        refuse("unused_counted")
-    if {"body", "relu"} <= set(order) and order.index("body") < order.index("relu"):
-        refuse("hung_too_late")
-    if extra := sorted(set(order) - set(want)):
-        refuse("switched_on", order=order, extra=extra)
-    missing = sorted(set(want) - set(order))
-    if any(list(model.get_submodule(name).parameters()) for name in missing):
-        refuse("on_inputs", order=order, missing=missing)
-    refuse(
-        "wrong_order",
-        zh=f"得到的是 `{order}`，"
-        + (f"缺了 `{missing}`。没有参数的层也有输出。" if missing else "名字不缺，次序不对。"),
-        en=f"Found `{order}`"
-        + (
-            f"; missing: `{missing}`. A layer without parameters has an output too."
-            if missing
-            else ", in the wrong order."
-        ),
-    )
-
-
-def _examine_left(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    left = any(getattr(module, kind) for module in model.modules() for kind in kinds)
-    if left or any(param._backward_hooks for param in model.parameters()):
-        refuse("left_behind")
+    if order != want:
+        refuse_first(
+            ORDER,
+            order=order,
+            want=want,
+            model=model,
+            zero_arrives=zero_arrives,
+            strangers=sorted(set(order) - children.keys()),
+            extra=sorted(set(order) - set(want)),
+            missing=sorted(set(want) - set(order)),
+        )
 
 
 ARRIVAL_ORDER = Exercise("13.C", examine_arrival_order, arrival_order)

@@ -1,20 +1,23 @@
 """Checks of notebook 21: forward hooks."""
 
+from collections import OrderedDict
 from contextlib import ExitStack
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, tensor
 
-from hooklab.census import hooks_on
 from hooklab.course.check import (
     Exercise,
-    Refused,
     expect_like,
     refuse,
+    refuse_first,
     refuse_from_before,
     refuse_removing_others,
 )
+from hooklab.course.checks.calls import equal, raised
+from hooklab.course.checks.handles import expect_handle, hung, refuse_second_hook
+from hooklab.course.checks.models import Before
 
 # ---- 21.A: a pre-hook that normalises the first argument ----
 
@@ -32,123 +35,85 @@ class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.child = nn.Identity()
-        self.given: tuple = ()
         self.calls = 0
 
     def forward(self, x, *args, **kwargs):
-        self.given = (x, args, kwargs)
+        self.x, self.args, self.count, self.kwargs = x, args, 1 + len(args), kwargs
         self.calls += 1
-        if not isinstance(x, Tensor):
-            return torch.zeros(2)
-        return self.child(x * 2)
+        return self.child(x * 2) if isinstance(x, Tensor) else torch.zeros(2)
 
 
-KEEP = torch.tensor([4.0])
+KEEP = tensor([4.0])
+
+GIVEN = [  # what forward is given in the first call, `module(x, mask, keep=KEEP)`; `old` has the values of `x`
+    ("edited_in_place", lambda t: not equal(t.x, t.old)),
+    ("wrapped", lambda t: isinstance(t.module.x, list | tuple)),
+    ("on_output", lambda t: equal(t.module.x, t.old) and not equal(t.output, t.old * 2)),
+    ("unchanged", lambda t: equal(t.module.x, t.old)),
+    ("rest_changed", lambda t: t.module.count == 2 and t.module.args[0] is not t.mask),
+    ("rest_lost", lambda t: t.module.count != 2),
+    ("keywords_lost", lambda t: len(t.module.kwargs) != 1 or t.module.kwargs.get("keep") is not KEEP),
+    ("ran_twice", lambda t: t.module.calls != 1),
+]
+
+PASSED = [  # backward, in float64
+    ("wrong_dtype", lambda t: t.module.x.dtype != torch.float64),
+    ("cut", lambda t: t.x.grad is None),
+    ("wrong_gradient", lambda t: not torch.allclose(t.x.grad, torch.ones_like(t.x))),
+]
 
 
 def examine_normalise(answer):
-    module, x = _Scaled(), torch.tensor([3.0, 7.0], requires_grad=True)
-    original, mask, before = x.detach().clone(), torch.tensor([1.0, 0.0]), hooks_on(module)
-    with torch.no_grad():
+    module, x, mask = _Scaled(), tensor([3.0, 7.0], requires_grad=True), tensor([1.0, 0.0])
+    old, before = x.detach().clone(), Before(module)
+    with torch.no_grad():  # elsewhere an edit of `x` in place raises
         handle = answer(module, 1.0, 2.0)
-        _examine_handle(handle)
-        output = _call_with_keyword(module, x, mask)
-    got, args, kwargs = module.given
-    _examine_caller(x.detach(), original)
-    _examine_first(got, original, output)
-    _examine_rest(args, kwargs, mask)
-    if module.calls != 1:
-        refuse("ran_twice", module_calls=module.calls)
-    expect_like(got, torch.tensor([1.0, 3.0]), "x_forward")
-    if not torch.equal(output, 2 * got):
+        expect_handle(handle)
+        try:
+            output = module(x, mask, keep=KEEP)
+        except TypeError as error:
+            if "must be a mapping" in str(error):
+                refuse("no_pair")
+            raise
+    refuse_first(GIVEN, module=module, x=x, old=old, mask=mask, output=output)
+    expect_like(module.x, tensor([1.0, 3.0]), "x_forward")
+    if not equal(output, 2 * module.x):
         refuse("everywhere")
-    _examine_again(module, handle, original)
-    _examine_all_gone(before, module)
-    _examine_another(answer, original)
-    _examine_gradient(answer)
+    module(old + 2)
+    if not _close(module.x, tensor([2.0, 4.0])):
+        refuse("first_only")
+    module.eval()(old + 2)
+    if equal(module.x, old + 2):
+        refuse("only_in_training")
+    handle.remove()
+    module(old)
+    if not equal(module.x, old):
+        refuse("still_there")
+    refuse_second_hook(before)
+    _examine_two_modules(answer, old)
+    _examine_gradient(answer, old.double().requires_grad_())
     refuse_removing_others(module.register_forward_pre_hook, lambda: answer(module, 1.0, 2.0))
 
 
-def _call_with_keyword(module, x, mask):
-    try:
-        return module(x, mask, keep=KEEP)
-    except TypeError as error:
-        if "must be a mapping" not in str(error):
-            raise
-        refuse("no_pair")
-
-
-def _examine_handle(handle):
-    if not callable(getattr(handle, "remove", None)):
-        refuse("no_handle", handle=handle)
-
-
-def _examine_caller(x, original):
-    if not torch.equal(x, original):
-        refuse("edited_in_place", original=original.tolist(), x=x.tolist())
-
-
-def _examine_first(got, original, output):
-    if isinstance(got, list | tuple):
-        refuse("wrapped", got=got)
-    if isinstance(got, Tensor) and torch.equal(got, original):
-        if isinstance(output, Tensor) and not torch.equal(output, original * 2):
-            refuse("on_output")
-        refuse("unchanged")
-
-
-def _examine_rest(args, kwargs, mask):
-    if len(args) == 1 and args[0] is not mask:
-        refuse("rest_changed")
-    if len(args) != 1:
-        refuse("rest_lost", len=len(args) + 1)
-    if len(kwargs) != 1 or kwargs.get("keep") is not KEEP:
-        refuse("keywords_lost", kwargs=kwargs)
-
-
-def _examine_again(module, handle, x):
-    module(x + 2)
-    again = module.given[0]
-    if not isinstance(again, Tensor) or not torch.allclose(again, torch.tensor([2.0, 4.0])):
-        refuse("first_only")
-    module.eval()
-    module(x + 2)
-    if torch.equal(module.given[0], x + 2):
-        refuse("only_in_training")
-    handle.remove()
-    module(x)
-    if not torch.equal(module.given[0], x):
-        refuse("still_there")
-
-
-def _examine_all_gone(before, module):
-    if left := [hook for hook in hooks_on(module) if hook not in before]:
-        refuse("second_hook", kind=left[0].kind, place=left[0].place)
-
-
-def _examine_another(answer, x):
+def _examine_two_modules(answer, x):
     module, another = _Scaled(), _Scaled()
-    handles = [answer(module, 1.0, 2.0), answer(another, 2.0, 4.0)]
-    module(x)
-    for handle in handles:
-        handle.remove()
-    if not torch.allclose(module.given[0], torch.tensor([1.0, 3.0])):
+    with hung(answer(module, 1.0, 2.0), answer(another, 2.0, 4.0)):
+        module(x)
+    if not _close(module.x, tensor([1.0, 3.0])):
         refuse("another_module")
 
 
-def _examine_gradient(answer):
-    module, x = _Scaled(), torch.tensor([3.0, 7.0], dtype=torch.float64, requires_grad=True)
+def _examine_gradient(answer, x):
+    module = _Scaled()
     answer(module, 1.0, 2.0)
     output = module(x)
-    got = module.given[0]
-    if got.dtype != torch.float64:
-        refuse("wrong_dtype", got=got)
     if output.requires_grad:
         output.sum().backward()
-    if x.grad is None:
-        refuse("cut")
-    if not torch.allclose(x.grad, torch.ones_like(x)):
-        refuse("wrong_gradient", x_grad=x.grad.tolist())
+    refuse_first(PASSED, module=module, x=x)
+
+
+def _close(got, want):
+    return isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want)
 
 
 NORMALISE = Exercise("21.A", examine_normalise, normalise)
@@ -166,151 +131,102 @@ def add_noise(module, std):
 
 STD = 0.5
 
+NOISE = [  # of the first forward: `low` where the output is 0 without it, `high` where that is 100
+    ("unchanged", lambda t: not t.noise.any()),
+    ("noise_only", lambda t: torch.allclose(t.high, t.high.mean(), atol=5.0) and t.high.mean() < -50),
+    ("noisy_input", lambda t: t.low.mean() < -50),
+    ("none_at_zero", lambda t: not t.low.any()),
+    ("shared", lambda t: not _independent(t.noise)),
+    ("wrong_mean", lambda t: abs(t.mean) > 0.1 * STD),
+    ("wrong_std", lambda t: not _about(t.measured)),
+    ("not_normal", lambda t: t.noise.abs().max() < 2.5 * STD),
+]
+
+WITHIN = [  # forward and backward of a ReLU with a module inside, for an `x` of [-1, 2, 3]
+    ("everywhere", lambda t: not equal(t.module.passed, t.x)),
+    ("edited_in_place", lambda t: not equal(t.module.own, t.x.clamp(min=0))),
+    ("cut", lambda t: t.x.grad is None),
+    ("wrong_gradient", lambda t: t.x.grad.tolist() != [0, 1, 1]),
+]
+
+
+class _Noting(nn.ReLU):
+    """Notes what the module inside gives it, and its own output before any hook gets that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passed = self.inside(x)
+        self.own = super().forward(self.passed)
+        return self.own
+
 
 def examine_add_noise(answer):
     # Half of the outputs are 0 whatever is added to the input, half are 100.
-    x = torch.tensor([-100.0, 100.0]).repeat(200, 50)
-    plain = x.clamp(min=0)
-    module = nn.ReLU()
-    before = hooks_on(module)
+    x = tensor([-100.0, 100.0]).repeat(200, 50)
+    plain, module = x.clamp(min=0), nn.ReLU()
+    before = Before(module)
     handle = answer(module, STD)
-    _examine_handle(handle)
+    expect_handle(handle)
     noise = _noise(module(x), plain)
-    _examine_kind(noise, plain)
-    second = _noise(module(x), plain)
-    if torch.equal(noise, second):
+    parts = {"noise": noise, "count": noise.numel(), "low": noise[plain == 0], "high": noise[plain != 0]}
+    refuse_first(NOISE, **parts, mean=noise.mean().item(), std=STD, measured=noise.std().item())
+    if equal(_noise(module(x), plain), noise):
         refuse("same_noise")
-    _examine_shape(module)
-    _examine_modes(answer, module, x, plain)
+    if raised(lambda: module(torch.ones(3, 7))):
+        refuse("one_shape")
+    if not equal(module.eval()(x), plain):
+        refuse("noise_in_eval")
+    if equal(module.train()(x), plain):
+        refuse("gone_after_eval")
+    _examine_new_modules(answer, x, plain)
     handle.remove()
-    _examine_inside(answer, x, plain)
-    _examine_backward(answer)
-    _examine_dtype(answer)
-    if not torch.equal(module.train()(x), plain):
+    if not equal(module(x), plain):
         refuse("still_there")
-    _examine_all_gone(before, module)
-    _examine_other_std(answer, x, plain)
+    refuse_second_hook(before)
+    module, another = nn.ReLU(), nn.ReLU()
+    with hung(answer(module, STD), answer(another, 10 * STD)):
+        measured = _noise(module(x), plain).std().item()
+    if not _about(measured):
+        refuse("another_module", other=10 * STD, std=STD, measured=measured)
 
 
 def _noise(output, plain):
     if not isinstance(output, Tensor):
         refuse("wrong_type", output=output)
     if output.shape != plain.shape:
-        refuse("wrong_shape", plain_shape=list(plain.shape), output_shape=list(output.shape))
+        refuse("wrong_shape", shapes=[list(plain.shape), list(output.shape)])
     return output.detach() - plain
-
-
-def _examine_kind(noise, plain):
-    low, high = noise[plain == 0], noise[plain != 0]
-    if not noise.any():
-        refuse("unchanged")
-    if torch.allclose(high, high.mean(), atol=5.0) and high.mean() < -50:
-        refuse("noise_only")
-    if low.mean() < -50:
-        refuse("noisy_input")
-    if not low.any():
-        refuse("none_at_zero")
-    if not _independent(noise):
-        refuse("shared")
-    mean, std = noise.mean().item(), noise.std().item()
-    if abs(mean) > 0.1 * STD:
-        refuse("wrong_mean", mean=mean)
-    if abs(std - STD) > 0.1 * STD:
-        refuse("wrong_std", std=STD, std2=std)
-    if noise.abs().max() < 2.5 * STD:
-        refuse("not_normal", noise=noise.numel())
 
 
 def _independent(noise):
     # Rounding 100 + noise leaves equal values by chance, not whole rows or columns of them.
-    rows, columns = (
-        (noise - noise[:1]).abs().amax(dim=1)[1:],
-        (noise[:, 2:] - noise[:, :-2]).abs().amax(dim=0),
-    )
-    return bool((rows > 1e-3).all() and (columns > 1e-3).all())
+    rows, columns = noise[1:] - noise[0], noise[:, 2:] - noise[:, :-2]
+    return (rows.abs().amax(dim=1) > 1e-3).all() and (columns.abs().amax(dim=0) > 1e-3).all()
 
 
-def _examine_shape(module):
-    try:
-        module(torch.ones(3, 7))
-    except RuntimeError:
-        refuse("one_shape")
+def _about(measured):
+    return abs(measured - STD) <= 0.1 * STD
 
 
-def _examine_modes(answer, module, x, plain):
-    module.eval()
-    if not torch.equal(module(x), plain):
-        refuse("noise_in_eval")
-    if torch.equal(module.train()(x), plain):
-        refuse("gone_after_eval")
-    other = nn.ReLU().eval()
-    handle = answer(other, STD)
-    got = other.train()(x)
-    handle.remove()
-    if torch.equal(got, plain):
+def _examine_new_modules(answer, x, plain):
+    module = nn.ReLU().eval()
+    with hung(answer(module, STD)):
+        got = module.train()(x)
+    if equal(got, plain):
         refuse("mode_at_hanging")
-
-
-def _examine_other_std(answer, x, plain):
-    module, another = nn.ReLU(), nn.ReLU()
-    handles = [answer(module, STD), answer(another, 10 * STD)]
-    std = _noise(module(x), plain).std().item()
-    for handle in handles:
-        handle.remove()
-    if abs(std - STD) > 0.1 * STD:
-        refuse("another_module", std=10 * STD, std2=STD, std3=std)
-
-
-class _Noting(nn.ReLU):
-    """Notes its own output, before any hook gets it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.own = super().forward(x)
-        return self.own
-
-
-class _Doubling(nn.Module):
-    """A module with another one inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _Noting()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.given = self.inner(x)
-        return 2 * self.given
-
-
-def _examine_inside(answer, x, plain):
-    module = _Doubling()
-    handle = answer(module, STD)
-    module(x)
-    handle.remove()
-    if not torch.equal(module.given, plain):
-        refuse("everywhere")
-
-
-def _examine_backward(answer):
-    module, x = _Noting(), torch.tensor([[-1.0, 2.0, 3.0]], requires_grad=True)
-    handle = answer(module, STD)
-    output = module(x)
-    handle.remove()
-    if not torch.equal(module.own.detach(), x.detach().clamp(min=0)):
-        refuse("edited_in_place")
-    if output.requires_grad:
+    module, x = _Noting(), tensor([-1.0, 2.0, 3.0], requires_grad=True)
+    with hung(answer(module, STD)):
+        output = module(x)
+    if output.requires_grad and equal(module.own, x.clamp(min=0)):  # of an edited output backward raises
         output.sum().backward()
-    if x.grad is None:
-        refuse("cut")
-    if x.grad.tolist() != [[0, 1, 1]]:
-        refuse("wrong_gradient", x_grad=x.grad[0].tolist())
-
-
-def _examine_dtype(answer):
+    refuse_first(WITHIN, module=module, x=x)
     for dtype in (torch.float64, torch.bfloat16):
         module = nn.ReLU()
-        handle = answer(module, STD)
-        got = module(torch.ones(2, 3, dtype=dtype)).dtype
-        handle.remove()
+        with hung(answer(module, STD)):
+            got = module(torch.ones(2, 3, dtype=dtype)).dtype
         if got != dtype:
             refuse("wrong_dtype", dtype=dtype, got=got)
 
@@ -325,18 +241,18 @@ def shapes_of(model, x):
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if not list(module.children()):
-                stack.enter_context(module.register_forward_hook(partial(_keep, shapes, name)))
+                stack.enter_context(module.register_forward_hook(partial(keep, shapes, name)))
         model(x)
     return shapes
 
 
-def _keep(shapes, name, module, args, output):
-    shapes[name] = _shape(output)
+def keep(shapes, name, module, args, output):
+    shapes[name] = shape_of(output)
 
 
-def _shape(output):
+def shape_of(output):
     if isinstance(output, tuple):
-        return tuple(_shape(item) for item in output)
+        return tuple(shape_of(item) for item in output)
     return tuple(output.shape) if isinstance(output, Tensor) else None
 
 
@@ -357,191 +273,134 @@ class _Tagger(nn.Module):
         return self.tags(self.head(hidden))
 
 
-class _Spare(nn.Module):
-    """One layer that runs and one that does not; both outputs would be tensors."""
+class _First(nn.Sequential):
+    """The second layer never runs."""
 
-    def __init__(self) -> None:
+    def forward(self, x):
+        return self[0](x)
+
+
+class _Layer(nn.Module):
+    """Computes what it is told."""
+
+    def __init__(self, function) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.function = function
 
     def forward(self, x):
-        return self.used(x)
+        return self.function(x)
 
 
-class _Attention(nn.Module):
-    """An output of which one part is None and one is a number; another that is None as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.log = _NoWeights(), _Silent()
-
-    def forward(self, x):
-        self.log(x)
-        return self.attention(x)[0]
+def _stumble(x):
+    raise IndexError("this layer fails on purpose")
 
 
-class _NoWeights(nn.Module):
-    def forward(self, x):
-        return x * 2, None, 3
+PLAIN = {"0": (5, 4), "1.0": (5, 4), "1.1": (5, 2)}
+TAGGER = {
+    "words": (2, 5, 6),
+    "lstm": ((2, 5, 4), ((1, 2, 4), (1, 2, 4))),
+    "head.0": (2, 5, 4),
+    "head.1": (2, 5, 4),
+    "tags": (2, 5, 3),
+}
+ODD = {"attention": ((2, 3), None, None), "log": None}
 
+LEFT = [  # when the function has returned
+    ("removed_others", lambda t: t.before.lost_hooks()),
+    ("left", lambda t: t.left),
+    ("mode_changed", lambda t: t.before.changed_modes()),
+    ("no_dict", lambda t: not isinstance(t.shapes, dict)),
+]
 
-class _Silent(nn.Module):
-    def forward(self, x):
-        return None
+RUN = [  # the outputs of the model, noted by a hook on it; `expected` is what it gives otherwise
+    ("by_forward", lambda t: not t.results),
+    ("ran_twice", lambda t: t.count > 1),
+    ("changed_output", lambda t: not torch.equal(t.results[0], t.expected)),
+]
 
+NAMES = [  # the names in the dictionary
+    ("one_entry", lambda t: t.count > 1 and t.names == t.wanted[-1:]),
+    ("extra", lambda t: t.extra and not set(t.wanted) - set(t.names)),
+    ("wrong_names", lambda t: set(t.wanted) != set(t.names)),
+]
 
-class _Broken(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 4), nn.Linear(3, 4))
-
-
-class _Stumbling(nn.Module):
-    def forward(self, x):
-        raise IndexError("this layer fails on purpose")
+SHAPE = [  # of one layer
+    ("no_tuple", lambda t: isinstance(t.got, list)),
+    ("wrong_shape", lambda t: t.got != t.shape),
+]
 
 
 def examine_shapes_of(answer):
     _examine_plain(answer)
-    _examine_nested(answer)
-    _examine_alone(answer)
-    _examine_broken(answer, _Broken(), RuntimeError, "shapes cannot be multiplied")
-    _examine_broken(answer, nn.Sequential(nn.Linear(3, 4), _Stumbling()), IndexError, "on purpose")
+    _run(answer, _First(nn.Linear(3, 4), nn.Linear(3, 4)), torch.ones(5, 3), "never_ran")
+    model = _Tagger()
+    shapes = _run(answer, model, torch.zeros(2, 5, dtype=torch.int64), "nested")
+    if shapes.get("tags") == (2, 1, 3):
+        refuse("first_call")
+    _examine_shapes(shapes, TAGGER, model)
+    odd = {"log": _Layer(lambda x: None), "attention": _Layer(lambda x: (torch.ones(2, 3), None, 3))}
+    model = nn.Sequential(OrderedDict(odd))
+    _examine_shapes(_run(answer, model, torch.ones(2, 3), "nested"), ODD, model)
+    shapes = _run(answer, nn.Linear(3, 2), torch.ones(4, 3), "alone_raised", KeyError)
+    if shapes != {"": (4, 2)}:
+        refuse("alone", shapes=shapes)
+    _examine_broken(answer, nn.Linear(3, 4), RuntimeError, "shapes cannot be multiplied")
+    _examine_broken(answer, _Layer(_stumble), IndexError, "on purpose")
 
 
-def _run(answer, model, x):
-    """The answer's result; what it leaves on the model, and does to it, is refused."""
-    before, modes = hooks_on(model), [module.training for module in model.modules()]
-    shapes = answer(model, x)
-    after = hooks_on(model)
-    if any(hook not in after for hook in before):
-        refuse("removed_others")
-    if left := [hook for hook in after if hook not in before]:
-        refuse("left", count_left=len(left), place=left[0].place)
-    if modes != [module.training for module in model.modules()]:
-        refuse("mode_changed")
-    if not isinstance(shapes, dict):
-        refuse("no_dict", shapes=shapes)
+def _run(answer, model, x, key=None, errors=(KeyError, AttributeError, TypeError)):
+    """What the answer returns. Refused is what it leaves on the model or changes of it, and under `key` one of `errors`."""
+    before = Before(model)
+    try:
+        shapes = answer(model, x)
+    except errors as error:
+        if key is None:
+            raise
+        refuse(key, error=error)
+    left = before.new_hooks()
+    refuse_first(LEFT, before=before, left=left, count=len(left), shapes=shapes)
     return shapes
 
 
-def _plain():
-    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
-
-
 def _examine_plain(answer):
-    model = _plain()
-    x, want = torch.ones(5, 3), {"0": (5, 4), "1.0": (5, 4), "1.1": (5, 2)}
-    expected, passed, results = model(x), [], []
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), torch.ones(5, 3)
+    expected, given, results = model(x), [], []
     for module in model.modules():
-        module.register_forward_pre_hook(lambda module, args: passed.append(args[0]))
+        module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     model.register_forward_hook(lambda module, args, output: results.append(output))
     try:
         shapes = _run(answer, model, x)
-    except Refused:
-        raise
-    except Exception:
-        _examine_passed([*passed, *results])
-        raise
-    _examine_passed([*passed, *results])
-    _examine_results(results, expected)
-    _examine_names(shapes, want, model)
-    _examine_shapes(shapes, want)
+    finally:  # the next layer may raise where an output is no tensor any more
+        for value in (*given, *results):
+            if not isinstance(value, Tensor):
+                refuse("replaced_output", value=value)
+    refuse_first(RUN, results=results, count=len(results), expected=expected)
+    _examine_shapes(shapes, PLAIN, model)
 
 
-def _examine_passed(values):
-    other = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
-    if other:
-        refuse("replaced_output", other=other[0])
-
-
-def _examine_results(results, expected):
-    if not results:
-        refuse("by_forward")
-    if len(results) > 1:
-        refuse("ran_twice", count_results=len(results))
-    if not torch.equal(results[0], expected):
-        refuse("changed_output")
-
-
-def _examine_names(shapes, want, model):
-    others = {name for other in (_plain(), _Tagger(), _Attention()) for name, _ in other.named_modules()}
-    refuse_from_before(shapes, model, others)
-    missing, extra = (
-        [name for name in want if name not in shapes],
-        [name for name in shapes if name not in want],
-    )
-    if not missing and not extra:
-        return
-    found, expected = ", ".join(map(repr, shapes)) or "{}", ", ".join(map(repr, want))
-    if len(want) > 1 and list(shapes) == list(want)[-1:]:
-        refuse("one_entry", count_want=len(want), found=found)
-    if not missing:
-        refuse("extra", value=", ".join(map(repr, extra)))
-    refuse("wrong_names", expected=expected, found=found)
-
-
-def _examine_shapes(shapes, want):
+def _examine_shapes(shapes, want, model):
+    refuse_from_before(shapes, model, {*PLAIN, *TAGGER, *ODD})
+    names, wanted, extra = list(shapes), list(want), [name for name in shapes if name not in want]
+    texts = {"found": _listed(names) or "{}", "expected": _listed(wanted), "too_many": _listed(extra)}
+    refuse_first(NAMES, names=names, wanted=wanted, extra=extra, count=len(want), **texts)
     for name, shape in want.items():
-        got = shapes[name]
-        if isinstance(got, list):
-            refuse("no_tuple", name=name, got=got)
-        if got != shape:
-            refuse("wrong_shape", name=name, shape=shape, got=got)
+        refuse_first(SHAPE, name=name, shape=shape, got=shapes[name])
 
 
-def _examine_alone(answer):
-    try:
-        shapes = _run(answer, nn.Linear(3, 2), torch.ones(4, 3))
-    except KeyError:
-        refuse("alone_raised")
-    if shapes != {"": (4, 2)}:
-        refuse("alone", shapes=shapes)
+def _listed(names):
+    return ", ".join(map(repr, names))
 
 
-def _examine_nested(answer):
-    state = ((1, 2, 4), (1, 2, 4))
-    want = {
-        "words": (2, 5, 6),
-        "lstm": ((2, 5, 4), state),
-        "head.0": (2, 5, 4),
-        "head.1": (2, 5, 4),
-        "tags": (2, 5, 3),
-    }
-    try:
-        _run(answer, _Spare(), torch.ones(5, 3))
-    except (KeyError, AttributeError, TypeError) as error:
-        refuse("never_ran", error=error)
-    for model, x, expected in (
-        (_Tagger(), torch.zeros(2, 5, dtype=torch.int64), want),
-        (_Attention(), torch.ones(2, 3), {"attention": ((2, 3), None, None), "log": None}),
-    ):
-        try:
-            shapes = _run(answer, model, x)
-        except (KeyError, AttributeError, TypeError) as error:
-            refuse("nested", error=error)
-        if shapes.get("tags") == (2, 1, 3):
-            refuse("first_call")
-        _examine_names(shapes, expected, model)
-        _examine_shapes(shapes, expected)
-
-
-def _examine_broken(answer, model, kind, said):
-    before = hooks_on(model)
-    try:
-        answer(model, torch.ones(2, 3))
-    except kind as error:
-        raised = error
-    else:
-        raised = None
-    if left := [hook for hook in hooks_on(model) if hook not in before]:
-        refuse("left_after_error", count_left=len(left))
-    if raised is None or said not in str(raised):
+def _examine_broken(answer, last, kind, said):
+    model = nn.Sequential(nn.Linear(3, 4), last)
+    before = Before(model)
+    error = raised(lambda: answer(model, torch.ones(2, 3)))
+    if left := before.new_hooks():
+        refuse("left_after_error", count=len(left))
+    if not isinstance(error, kind) or said not in str(error):
         refuse("swallowed")
 
 
 SHAPES_OF = Exercise("21.C", examine_shapes_of, shapes_of)
-
-# ---- predictions ----
-
 
 EXERCISES = [NORMALISE, ADD_NOISE, SHAPES_OF]

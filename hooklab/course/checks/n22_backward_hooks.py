@@ -3,83 +3,51 @@
 import copy
 import math
 import numbers
-import traceback
 import warnings
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from hooklab.course.check import Exercise, expect_like, refuse, refuse_from_before, said
+from hooklab.course.check import Exercise, expect_like, refuse, refuse_first, refuse_from_before
+from hooklab.course.checks.calls import equal, refuse_raised
+from hooklab.course.checks.handles import expect_handle, hung, refuse_second_hook
+from hooklab.course.checks.models import Before
 
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+RAISED = [  # while hooks of the answer run
+    ("wrong_number", lambda t: "invalid number of" in t.line),
+    ("wrong_size", lambda t: "changed the size" in t.line),
+    ("full_backward_hook", lambda t: "BackwardHookFunction" in t.line),
+    ("replaced_output", lambda t: "RemovableHandle" in t.line and t.in_forward),
+]
 
-
-def _hook_count(model):
-    on_modules = sum(len(getattr(module, table)) for module in model.modules() for table in HOOK_TABLES)
-    everywhere = sum(len(getattr(nn.modules.module, f"_global{table}")) for table in HOOK_TABLES)
-    return on_modules + everywhere + sum(len(param._backward_hooks or ()) for param in model.parameters())
-
-
-def _settings(model):
-    """What a function that only looks must leave as it was."""
-    flags = [(module.training, getattr(module, "inplace", None)) for module in model.modules()]
-    return flags, [param.requires_grad for param in model.parameters()]
-
-
-def _attributes(model):
-    return [set(vars(module)) for module in model.modules()]
-
-
-def _examine_left_alone(model, settings, attributes, others):
-    """No hook of the answer's is left, those of others are there, and no switch of the model was moved."""
-    _examine_others(others)
-    if _hook_count(model):
-        refuse("left_behind")
-    _examine_kind(model)
-    if _settings(model) != settings:
-        refuse("changed_model")
-    pairs = zip(_attributes(model), attributes, strict=True)
-    if new := sorted({name for after, before in pairs for name in after - before}):
-        refuse("attribute_left", new=new)
+LEFT = [  # on the model of a function that only looks
+    ("removed_others", lambda t: t.before.lost_hooks()),
+    ("left_behind", lambda t: t.before.new_hooks()),
+    ("legacy_hook", lambda t: any(module._is_full_backward_hook is False for module in t.before.model.modules())),
+    ("changed_model", lambda t: t.before.switched()),
+    ("attribute_left", lambda t: t.new),
+]
 
 
-def _examine_others(others):
-    if any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in others):
-        refuse("removed_others")
-    for hook in others:
-        hook.remove()
-
-
-def _examine_kind(model):
-    if any(module._is_full_backward_hook is False for module in model.modules()):
-        refuse("legacy_hook")
-
-
-def _examine_left_after_error(model, settings):
-    if _hook_count(model):
+def _examine_failing(answer, error, model, given):
+    """`answer(model, given)` should raise `error`, and leave the model as it was all the same."""
+    before, passed_on = Before(model), False
+    try:
+        answer(model, given)
+    except error:
+        passed_on = True
+    if before.new_hooks():
         refuse("left_after_error")
-    if _settings(model) != settings:
+    if before.switched():
         refuse("changed_after_error")
+    if not passed_on:
+        refuse("swallowed")
 
 
-def _refuse_swallowed():
-    refuse("swallowed")
-
-
-def _refuse_what_backward_hooks_raise(error):
-    """The errors that a backward hook of the learner's brings about; any other is raised again."""
-    line = str(error).splitlines()[0] if str(error) else ""
-    if "invalid number of" in line:
-        refuse("wrong_number", line=line)
-    if "changed the size" in line:
-        refuse("wrong_size")
-    if "BackwardHookFunction" in line:
-        refuse("full_backward_hook")
-    in_forward = any(frame.name == "forward" for frame in traceback.extract_tb(error.__traceback__))
-    if in_forward and "RemovableHandle" in line:
-        refuse("replaced_output")
-    raise error
+def _relus(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.ReLU)}
 
 
 # ---- 22.A: reverse the gradient that leaves a module, and no other ----
@@ -108,17 +76,32 @@ class _Blend(nn.Module):
         return math.prod(factors, start=self.weight * (share * left + (1 - share) * right))
 
 
+REVERSED = [  # one forward and backward of a linear layer, without the hook (`plain`) and with it (`got`)
+    ("legacy_hook", lambda t: t.layer._is_full_backward_hook is False),
+    ("changed_output", lambda t: not equal(t.got.output, t.plain.output)),
+    ("frozen", lambda t: any(grad is None for grad in t.got.params)),
+    ("no_gradient", lambda t: t.got.grad is None),
+    ("only_parameters", lambda t: _other_params(t) and torch.allclose(t.got.grad, t.plain.grad)),
+    ("parameters_changed", lambda t: _other_params(t)),
+    ("unchanged", lambda t: torch.allclose(t.got.grad, t.plain.grad)),
+    ("wrong_values", lambda t: _other_factor(t)),
+]
+
+BLENDED = [  # the backward of a module with several inputs raises
+    ("fails_on_none", lambda t: isinstance(t.error, TypeError | AttributeError) and "None" in t.line),
+    ("changed_dtype", lambda t: t.factors and "changed the type" in t.line),
+]
+
+
 def examine_reverse(answer):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), refuse_raised(RAISED):
         warnings.simplefilter("ignore")  # of hooks on a module whose inputs require no gradient
-        try:
-            _examine_one_input(answer)
-            _examine_inputs(answer)
-            _examine_inside(answer)
-            _examine_another(answer)
-            _examine_whole_numbers(answer)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            _refuse_what_backward_hooks_raise(error)
+        _examine_one_input(answer)
+        _examine_blend(answer)
+        _examine_blend(answer, both=True)
+        _examine_other_modules(answer)
+        for factor in (torch.tensor([True, False]), torch.tensor([2, 5])):
+            _examine_blend(answer, factor)
 
 
 def _step(layer, x):
@@ -129,76 +112,44 @@ def _step(layer, x):
     if not isinstance(output, Tensor):
         refuse("replaced_output", output=output)
     (output * LOSS).sum().backward()
-    grads = [param.grad for param in layer.parameters()]
-    return output, x.grad, [None if grad is None else grad.clone() for grad in grads]
+    return SimpleNamespace(output=output, grad=x.grad, params=[param.grad for param in layer.parameters()])
 
 
-def _examine_arrived(grad, param_grads):
-    if any(param_grad is None for param_grad in param_grads):
-        refuse("frozen")
-    if grad is None:
-        refuse("no_gradient")
+def _other_params(t):
+    return not all(map(torch.allclose, t.got.params, t.plain.params))
+
+
+def _other_factor(t):
+    t.factor = (t.got.grad / t.plain.grad).mean().item()
+    return not _is_reversed(t.got.grad, t.plain.grad)
+
+
+def _is_reversed(grad, plain):
+    return torch.allclose(grad, -STRENGTH * plain)
 
 
 def _examine_one_input(answer):
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
-    output, grad, param_grads = _step(layer, x)
-    count = _hook_count(layer)
+    plain, before = _step(layer, x), Before(layer)
     handle = answer(layer, STRENGTH)
-    if not callable(getattr(handle, "remove", None)):
-        refuse("no_handle", handle=handle)
-    got_output, got, got_params = _step(layer, x)
-    if layer._is_full_backward_hook is False:
-        refuse("legacy_hook")
-    if not isinstance(got_output, Tensor) or not torch.equal(got_output, output):
-        refuse("changed_output")
-    _examine_arrived(got, got_params)
-    _examine_parameters(got_params, param_grads, reached=not torch.allclose(got, grad))
-    _examine_left(got, grad)
-    if not torch.allclose(_step(layer, x)[1], -STRENGTH * grad):
+    expect_handle(handle)
+    got = _step(layer, x)
+    refuse_first(REVERSED, layer=layer, got=got, plain=plain)
+    if not _is_reversed(_step(layer, x).grad, plain.grad):
         refuse("first_only")
-    _examine_shortcut(layer, x, grad)
+    _examine_other_way(layer, x, plain.grad)
     _examine_neighbour(answer)
     handle.remove()
-    if not torch.allclose(_step(layer, x)[1], grad):
+    if not torch.allclose(_step(layer, x).grad, plain.grad):
         refuse("still_there")
-    if _hook_count(layer) > count:
-        refuse("second_hook")
+    refuse_second_hook(before)
 
 
-def _examine_another(answer):
-    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
-    plain = _step(layer, x)[1]
-    handles = [answer(layer, STRENGTH), answer(nn.Linear(3, 2), 6 * STRENGTH)]
-    got = _step(layer, x)[1]
-    for handle in handles:
-        handle.remove()
-    if not torch.allclose(got, -STRENGTH * plain):
-        refuse("another_module")
-
-
-def _examine_parameters(got, want, reached):
-    if all(torch.allclose(one, other) for one, other in zip(got, want, strict=True)):
-        return
-    if not reached:
-        refuse("only_parameters")
-    refuse("parameters_changed")
-
-
-def _examine_left(got, plain):
-    if torch.allclose(got, plain):
-        refuse("unchanged")
-    if not torch.allclose(got, -STRENGTH * plain):
-        factor = (got / plain).mean().item()
-        refuse("wrong_values", factor=factor)
-
-
-def _examine_shortcut(layer, x, plain):
+def _examine_other_way(layer, x, plain):
+    """From the input straight to the loss, past the module."""
     x = x.clone().requires_grad_()
-    (layer(x) * LOSS).sum().backward(retain_graph=True)
-    alone, x.grad = x.grad, None
     ((layer(x) * LOSS).sum() + 7 * x.sum()).backward()
-    if not torch.allclose(x.grad - 7, alone, atol=1e-5):
+    if not torch.allclose(x.grad - 7, -STRENGTH * plain, atol=1e-5):
         refuse("other_paths")
 
 
@@ -206,57 +157,39 @@ def _examine_neighbour(answer):
     """The gradient of a sum is one buffer for both terms, and nn.Identity hands it on as it is."""
     inside, beside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     identity = nn.Identity()
-    handle = answer(identity, STRENGTH)
     neighbour = beside * 1  # older than what is hooked, so that its backward comes later
-    ((neighbour + identity(inside * 1)) * LOSS).sum().backward()
-    handle.remove()
+    with hung(answer(identity, STRENGTH)):
+        ((neighbour + identity(inside * 1)) * LOSS).sum().backward()
     if not torch.equal(beside.grad, LOSS):
         refuse("in_place")
 
 
-def _examine_inputs(answer):
-    blend, left, right = _Blend(), torch.ones(2, requires_grad=True), torch.ones(2)
-    handle = answer(blend, STRENGTH)
-    try:
-        (blend(left, 0.25, right) * LOSS).sum().backward()
-    except (TypeError, AttributeError) as error:
-        if "None" not in str(error):
-            raise
-        refuse("fails_on_none")
-    first, left.grad = left.grad, None
-    (blend(left, 0.25, right.requires_grad_()) * LOSS).sum().backward()
-    handle.remove()
-    want = [-STRENGTH * share * blend.weight.detach() * LOSS for share in (0.25, 0.75)]
-    for place, got, wanted in ((1, first, want[0]), (1, left.grad, want[0]), (3, right.grad, want[1])):
-        if got is None or not torch.allclose(got, wanted):
-            refuse("some_inputs", place=place)
-
-
-def _examine_whole_numbers(answer):
+def _examine_blend(answer, *factors, both=False):
     """Beside an input that requires a gradient, a mask or an index comes as zeros of its own dtype."""
-    for factor in (torch.tensor([True, False]), torch.tensor([2, 5])):
-        blend, left = _Blend(), torch.ones(2, requires_grad=True)
-        handle = answer(blend, STRENGTH)
-        try:
-            (blend(left, 0.25, torch.ones(2), factor) * LOSS).sum().backward()
-        except RuntimeError as error:
-            if "changed the type" not in str(error):
-                raise
-            refuse("changed_dtype", factor=factor)
-        handle.remove()
-        want = -STRENGTH * 0.25 * blend.weight.detach() * LOSS * factor
-        if left.grad is None or not torch.allclose(left.grad, want):
-            refuse("beside_whole_numbers", factor=factor)
+    blend, left, right = _Blend(), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=both)
+    with hung(answer(blend, STRENGTH)), refuse_raised(BLENDED, factors=factors):
+        (blend(left, 0.25, right, *factors) * LOSS).sum().backward()
+    for place, x, share in ((1, left, 0.25), (3, right, 0.75)):
+        plain = share * blend.weight.detach() * LOSS * math.prod(factors)
+        if x.requires_grad and (x.grad is None or not _is_reversed(x.grad, plain)):
+            refuse("beside_whole_numbers" if factors else "some_inputs", place=place, factors=factors)
 
 
-def _examine_inside(answer):
-    block, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
-    _, grad, param_grads = _step(block, x)
-    handle = answer(block, STRENGTH)
-    _, got, got_params = _step(block, x)
-    handle.remove()
-    if not torch.allclose(got, -STRENGTH * grad) or not all(map(torch.allclose, got_params, param_grads)):
-        refuse("everywhere")
+def _examine_other_modules(answer):
+    block = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    _examine_hung("everywhere", block, lambda: [answer(block, STRENGTH)])
+    layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    _examine_hung("another_module", layer, lambda: [answer(layer, STRENGTH), answer(other, 6 * STRENGTH)])
+
+
+def _examine_hung(key, layer, hang):
+    """With the hooks that `hang` gives the handles of, only the gradient of the input of `layer` is reversed."""
+    x = torch.randn(4, 3)
+    plain = _step(layer, x)
+    with hung(*hang()):
+        got = _step(layer, x)
+    if not _is_reversed(got.grad, plain.grad) or not all(map(torch.allclose, got.params, plain.params)):
+        refuse(key)
 
 
 REVERSE = Exercise("22.A", examine_reverse, reverse)
@@ -266,14 +199,13 @@ REVERSE = Exercise("22.A", examine_reverse, reverse)
 
 def gradient_norms(model, loss_fn):
     norms, handles = {}, []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ReLU):
+    for name, relu in _relus(model).items():
 
-            def hang(module, args, output, name=name):
-                if output.requires_grad:
-                    output.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+        def hang(module, args, output, name=name):
+            if output.requires_grad:
+                _note_norm(norms, name, output)
 
-            handles.append(module.register_forward_hook(hang))
+        handles.append(relu.register_forward_hook(hang))
     try:
         loss_fn(model).backward()
     finally:
@@ -300,6 +232,20 @@ class _Pictures(nn.Module):
         return self.head(self.act(self.neck(self.body(self.relu(self.stem(x))))))
 
 
+NAMES = [  # what the dict has, beside the `names` of all modules and of the `relus`
+    ("last_name", lambda t: t.found == t.names[-1:]),
+    ("last_name-relu", lambda t: t.found == t.relus[-1:]),
+    ("other_layers", lambda t: t.strangers),
+    ("missing_layers", lambda t: t.missing),
+]
+
+VALUES = [  # where the norms are not the ones wanted; each tensor has one entry for each ReLU
+    ("other_order", lambda t: _close(t.found.sort().values, t.wanted.sort().values)),
+    ("other_end", lambda t: _close(t.found, t.at_inputs)),
+    ("norms_of_outputs", lambda t: _close(t.found, t.outputs)),
+]
+
+
 def examine_gradient_norms(answer):
     torch.manual_seed(22)  # a net in which no ReLU is dead
     model, batch = _Pictures(), torch.randn(2, 1, 8, 8)
@@ -307,51 +253,33 @@ def examine_gradient_norms(answer):
 
     def loss_fn(model):
         runs.append("run")
-        loss = model(batch).square().sum()
+        loss = plain_loss_fn(model)
         loss.register_hook(lambda grad: backwards.append("run"))
         return loss
 
+    def plain_loss_fn(model):
+        return model(batch).square().sum()
+
     twin = copy.deepcopy(model)
-    want, settings, attributes = gradient_norms(twin, loss_fn), _settings(model), _attributes(model)
-    runs.clear()
-    backwards.clear()
-    others = [layer.register_forward_hook(lambda *args: None) for layer in (model.head, model.relu)]
+    want = gradient_norms(twin, plain_loss_fn)
+    for layer in (model.head, model.relu):
+        layer.register_forward_hook(lambda *args: None)
     for param in model.parameters():
         param.grad = torch.ones_like(param) if param.requires_grad else None
-    try:
+    before = Before(model)
+    with refuse_raised(RAISED):
         got = answer(model, loss_fn)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        _refuse_what_backward_hooks_raise(error)
-    count = len(runs)
-    _examine_left_alone(model, settings, attributes, others)
-    if count == 1 and len(backwards) > 1:
-        refuse("backward_often", count_backwards=len(backwards))
-    if count == 1:
+    refuse_first(LEFT, before=before, new=before.new_attributes())
+    if len(runs) == 1 and len(backwards) > 1:
+        refuse("backward_often", count=len(backwards))
+    if len(runs) == 1:
         _examine_gradients(model, twin)
-    _examine_norms(got, want, model, loss_fn)
-    if count > 1:
-        refuse("ran_twice", count=count)
+    _examine_norms(got, want, model, plain_loss_fn)
+    if len(runs) > 1:
+        refuse("ran_twice", count=len(runs))
     _examine_next_model(answer)
     for error in (_BrokenForward, _BrokenData):
-        _examine_failing(answer, error)
-
-
-def _examine_next_model(answer):
-    """The first layers are frozen."""
-    layers = {
-        "base": nn.Linear(3, 3).requires_grad_(False),
-        "still": nn.ReLU(),
-        "lens": nn.Linear(3, 2),
-        "gate": nn.ReLU(),
-    }
-    model, x = nn.Sequential(OrderedDict(layers)), torch.ones(1, 3)
-    try:
-        found = list(answer(model, lambda model: model(x).sum()))
-        refuse_from_before(found, model, dict(_Pictures().named_modules()))
-    except (RuntimeError, TypeError, AttributeError) as error:
-        found = said(error)
-    if found != ["gate"]:
-        refuse("frozen_first", found=found)
+        _examine_failing(answer, error, _Pictures(), _failing_with(error))
 
 
 def _examine_gradients(model, twin):
@@ -371,62 +299,58 @@ def _examine_norms(got, want, model, loss_fn):
     if not got:
         refuse("nothing_arrived")
     refuse_from_before(got, model, ("gate",))
-    names = [name for name, _ in model.named_modules()]
-    in_order = [name for name in names if name in want]
-    for last, zh, en in (
-        (names[-1], "`named_modules()` 的最后一个名字", "the last name of `named_modules()`"),
-        (in_order[-1], "最后一个 ReLU", "the last ReLU"),
-    ):
-        if list(got) == [last]:
-            refuse(
-                "last_name",
-                zh=f"字典里只有 `{last}` 一项，它是{zh}：你的钩子触发时才去读循环变量，那时循环早就结束了。",
-                en=f"The only entry is `{last}`, {en}: your hooks read the loop variable when they fire, and by then the loop is over.",
-            )
-    if strangers := [name for name in got if name not in want]:
-        refuse("other_layers", strangers=strangers[0])
-    if missing := [name for name in in_order if name not in got]:
-        refuse("missing_layers", missing=missing[0], count_want=len(want))
+    relus = list(_relus(model))
+    refuse_first(
+        NAMES,
+        found=list(got),
+        names=list(dict(model.named_modules())),
+        relus=relus,
+        strangers=[name for name in got if name not in relus],
+        missing=[name for name in relus if name not in got],
+        count=len(relus),
+    )
     for name, value in got.items():
         if not isinstance(value, numbers.Real):
             refuse("not_numbers", name=name, value=value)
-    _examine_values(got, want, model, loss_fn)
+    found, wanted = _in_order(got, want), _in_order(want, want)
+    if not _close(found, wanted):
+        at_inputs, outputs = (_in_order(norms, want) for norms in _other_norms(copy.deepcopy(model), loss_fn))
+        refuse_first(VALUES, found=found, wanted=wanted, at_inputs=at_inputs, outputs=outputs)
+        name = next(name for name, one, other in zip(want, found, wanted, strict=True) if not _close(one, other))
+        refuse("wrong_values", name=name, want=want[name], got=got[name])
 
 
-def _close(got, want):
-    return all(abs(got[name] - value) <= 1e-4 * abs(value) + 1e-7 for name, value in want.items())
+def _in_order(norms, want):
+    return torch.tensor([float(norms[name]) for name in want], dtype=torch.float64)
 
 
-def _examine_values(got, want, model, loss_fn):
-    if _close(got, want):
-        return
-    if _close(dict(enumerate(sorted(got.values()))), dict(enumerate(sorted(want.values())))):
-        refuse("other_order")
-    at_inputs, outputs = _other_norms(copy.deepcopy(model), loss_fn)
-    if _close(got, at_inputs):
-        refuse("other_end")
-    if _close(got, outputs):
-        refuse("norms_of_outputs")
-    name = next(name for name in want if not _close(got, {name: want[name]}))
-    refuse("wrong_values", name=name, want=want[name], got=got[name])
+def _close(found, wanted):
+    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-7)
 
 
 def _other_norms(model, loss_fn):
     """The norms of the gradients at the inputs of the ReLUs, and of their outputs."""
     at_inputs, outputs = {}, {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ReLU):
-
-            def before(module, args, name=name):
-                args[0].register_hook(lambda grad: at_inputs.update({name: grad.norm().item()}))
-
-            def after(module, args, output, name=name):
-                outputs[name] = output.norm().item()
-
-            module.register_forward_pre_hook(before)
-            module.register_forward_hook(after)
+    for name, relu in _relus(model).items():
+        relu.register_forward_pre_hook(lambda _, args, name=name: _note_norm(at_inputs, name, args[0]))
+        relu.register_forward_hook(lambda _, args, output, name=name: outputs.update({name: output.norm().item()}))
     loss_fn(model).backward()
     return at_inputs, outputs
+
+
+def _note_norm(norms, name, tensor):
+    tensor.register_hook(lambda grad: norms.update({name: grad.norm().item()}))
+
+
+def _examine_next_model(answer):
+    """The first layers are frozen."""
+    base, lens = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2)
+    model = nn.Sequential(OrderedDict(base=base, still=nn.ReLU(), lens=lens, gate=nn.ReLU()))
+    with refuse_raised("frozen_first-raised"):
+        found = list(answer(model, lambda model: model(torch.ones(1, 3)).sum()))
+    refuse_from_before(found, model, dict(_Pictures().named_modules()))
+    if found != ["gate"]:
+        refuse("frozen_first", found=found)
 
 
 class _BrokenForward(RuntimeError):
@@ -437,21 +361,12 @@ class _BrokenData(LookupError):
     pass
 
 
-def _examine_failing(answer, error):
-    model = _Pictures()
-    settings, passed_on = _settings(model), False
-
-    def fails(model):
+def _failing_with(error):
+    def loss_fn(model):
         model.stem(torch.zeros(1, 1, 8, 8))
         raise error("this loss_fn fails on purpose")
 
-    try:
-        answer(model, fails)
-    except error:
-        passed_on = True
-    _examine_left_after_error(model, settings)
-    if not passed_on:
-        _refuse_swallowed()
+    return loss_fn
 
 
 GRADIENT_NORMS = Exercise("22.B", examine_gradient_norms, gradient_norms)
@@ -463,8 +378,7 @@ def guided_gradient(model, x):
     def hook(module, grad_input, grad_output):
         return (grad_input[0].clamp(min=0),)
 
-    relus = [module for module in model.modules() if isinstance(module, nn.ReLU)]
-    handles = [relu.register_full_backward_hook(hook) for relu in relus]
+    handles = [relu.register_full_backward_hook(hook) for relu in _relus(model).values()]
     try:
         image = x.detach().requires_grad_()
         return torch.autograd.grad(model(image).sum(), image)[0]
@@ -489,7 +403,7 @@ class _Rule(torch.autograd.Function):
 
 
 class _Guided(nn.Module):
-    def __init__(self, masked=True):
+    def __init__(self, masked):
         super().__init__()
         self.masked = masked
 
@@ -497,133 +411,114 @@ class _Guided(nn.Module):
         return _Rule.apply(x, self.masked)
 
 
-def _seeing(outer=nn.ReLU, inner=nn.ReLU):
-    """The same weights each time: a net with one ReLU at the top level and two nested ones."""
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
+def _reference(model, x, replaced=lambda name: True, masked=True):
+    """The gradient of `x`, with each ReLU of a copy of `model` `replaced` that has such a name."""
+    model, x = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    for name in filter(replaced, _relus(model)):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _Guided(masked))
+    return torch.autograd.grad(model(x).sum(), x)[0]
+
+
+def _seeing():
+    """A net with one ReLU at the top level and two nested ones."""
     net = nn.Sequential()
-    net.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(inner()))
-    net.conv, net.act, net.flat = nn.Conv2d(4, 4, 3), outer(), nn.Flatten()
-    net.neck, net.head = nn.Sequential(nn.Linear(64, 6), inner()), nn.Linear(6, 2)
+    net.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(nn.ReLU()))
+    net.conv, net.act, net.flat = nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten()
+    net.neck, net.head = nn.Sequential(nn.Linear(64, 6), nn.ReLU()), nn.Linear(6, 2)
     net.conv.bias.requires_grad_(False)  # and so it must stay
-    torch.set_rng_state(state)
     return net
 
 
 class _Residual(nn.Module):
-    """The same weights each time: a ReLU, and a way past it."""
+    """A ReLU, and a way past it."""
 
-    def __init__(self, activation: nn.Module) -> None:
+    def __init__(self):
         super().__init__()
-        state = torch.get_rng_state()
-        torch.manual_seed(3)
-        self.stem, self.activation, self.head = nn.Linear(3, 4), activation, nn.Linear(4, 4)
-        torch.set_rng_state(state)
+        self.stem, self.relu, self.head = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.stem(x)
-        return hidden + self.head(self.activation(hidden))
+        return hidden + self.head(self.relu(hidden))
 
 
 class _Twice(nn.Module):
-    """The same weights each time: one ReLU, called twice."""
+    """One ReLU, called twice."""
 
-    def __init__(self, activation: nn.Module) -> None:
+    def __init__(self):
         super().__init__()
-        state = torch.get_rng_state()
-        torch.manual_seed(3)
-        self.stem, self.activation, self.body = nn.Linear(3, 6), activation, nn.Linear(6, 6)
-        self.head = nn.Linear(6, 2)
-        torch.set_rng_state(state)
+        self.stem, self.relu, self.body, self.head = nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.activation(self.body(self.activation(self.stem(x)))))
+        return self.head(self.relu(self.body(self.relu(self.stem(x)))))
 
 
-def _plain_gradient(net, x):
-    x = x.detach().clone().requires_grad_()
-    return torch.autograd.grad(net(x).sum(), x)[0]
+INPUT = [  # that was given, and requires no gradient
+    ("edited_input", lambda t: not torch.equal(t.x, t.original)),
+    ("changed_input", lambda t: t.x.requires_grad or t.x.grad is not None),
+]
 
 
 def examine_guided_gradient(answer):
-    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(7))
-    model, before = _seeing(), x.clone()
+    torch.manual_seed(5)
+    model, x = _seeing(), torch.randn(3, 1, 8, 8)
+    original, want = x.clone(), _reference(model, x)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    settings, attributes = _settings(model), _attributes(model)
-    others = [model.head.register_forward_hook(lambda module, args, output: None)]
-    try:
+    model.head.register_forward_hook(lambda *args: None)
+    before = Before(model)
+    with refuse_raised(RAISED):
         got = answer(model, x)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        _refuse_what_backward_hooks_raise(error)
-    _examine_input(x, before)
+    refuse_first(INPUT, x=x, original=original)
     if any(param.grad is None or not (param.grad == 1).all() for param in model.parameters()):
         refuse("filled_grad")
-    _examine_left_alone(model, settings, attributes, others)
-    _examine_guided(got, x)
-    _examine_residual(answer)
-    _examine_used_twice(answer)
-    _examine_guided_failing(answer)
+    refuse_first(LEFT, before=before, new=before.new_attributes())
+    if not _same(got, want):
+        for key, other in _by_other_rules(model, x, want).items():
+            if _same(got, other):
+                refuse(key)
+    expect_like(got, want)
+    model, x = _Residual(), torch.randn(5, 3)
+    if not _same(answer(model, x.clone()), _reference(model, x)):
+        refuse("other_paths")
+    _examine_used_twice(answer, x)
+    x = torch.randn(1, 1, 5, 5)  # too small: a linear layer refuses it
+    original = x.clone()
+    _examine_failing(answer, RuntimeError, _seeing(), x)
+    refuse_first(INPUT, x=x, original=original)
 
 
-def _examine_input(x, before):
-    if not torch.equal(x, before):
-        refuse("edited_input")
-    if x.requires_grad or x.grad is not None:
-        refuse("changed_input")
+def _by_other_rules(model, x, want):
+    """The gradient that each of these mistakes gives."""
+    plain = _reference(model, x, replaced=lambda name: False)
+    return {
+        "plain_gradient": plain,
+        "only_at_the_end": plain.clamp(min=0),
+        "once_too_often": want.clamp(min=0),
+        "top_level_only": _reference(model, x, replaced=lambda name: "." not in name),
+        "no_mask": _reference(model, x, masked=False),
+    }
 
 
-def _examine_used_twice(answer):
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
-    given = x.clone().requires_grad_()
-    model = _Twice(nn.ReLU())
-    others = [model.activation.register_full_backward_hook(lambda *args: None)]
+def _same(got, want):
+    same_kind = isinstance(got, Tensor) and (got.shape, got.dtype) == (want.shape, want.dtype)
+    return same_kind and torch.allclose(got, want, atol=1e-6)
+
+
+def _examine_used_twice(answer, x):
+    model, given = _Twice(), x.clone().requires_grad_()
+    want = _reference(model, x)
+    model.relu.register_full_backward_hook(lambda *args: None)
+    before = Before(model)
     got = answer(model, given)
     if not isinstance(got, Tensor):
         refuse("no_gradient", got=got)
-    if not torch.allclose(got, _plain_gradient(_Twice(_Guided()), x), atol=1e-6):
+    if not _same(got, want):
         refuse("used_twice")
-    _examine_others(others)
+    if before.lost_hooks():
+        refuse("removed_others")
     if not given.requires_grad or given.grad is not None:
         refuse("switched_input")
-
-
-def _examine_residual(answer):
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
-    got = answer(_Residual(nn.ReLU()), x.clone())
-    if not torch.allclose(got, _plain_gradient(_Residual(_Guided()), x), atol=1e-6):
-        refuse("other_paths")
-
-
-def _examine_guided(got, x):
-    want = _plain_gradient(_seeing(_Guided, _Guided), x)
-    plain = _plain_gradient(_seeing(), x)
-    if isinstance(got, Tensor) and got.shape == want.shape and not torch.allclose(got, want, atol=1e-6):
-        if torch.allclose(got, plain, atol=1e-6):
-            refuse("plain_gradient")
-        if torch.allclose(got, plain.clamp(min=0), atol=1e-6):
-            refuse("only_at_the_end")
-        if torch.allclose(got, want.clamp(min=0), atol=1e-6):
-            refuse("once_too_often")
-        if torch.allclose(got, _plain_gradient(_seeing(_Guided, nn.ReLU), x), atol=1e-6):
-            refuse("top_level_only")
-        no_mask = _seeing(lambda: _Guided(masked=False), lambda: _Guided(masked=False))
-        if torch.allclose(got, _plain_gradient(no_mask, x), atol=1e-6):
-            refuse("no_mask")
-    expect_like(got, want)
-
-
-def _examine_guided_failing(answer):
-    model, x, passed_on = _seeing(), torch.randn(1, 1, 5, 5), False  # too small: a linear layer refuses it
-    settings, before = _settings(model), x.clone()
-    try:
-        answer(model, x)
-    except RuntimeError:
-        passed_on = True
-    _examine_left_after_error(model, settings)
-    _examine_input(x, before)
-    if not passed_on:
-        _refuse_swallowed()
 
 
 GUIDED_GRADIENT = Exercise("22.C", examine_guided_gradient, guided_gradient)

@@ -1,39 +1,14 @@
 """Checks of notebook 23: watching a model run."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
 
-from hooklab.census import hooks_on
-from hooklab.course.check import Exercise, refuse, refuse_from_before
+from hooklab.course.check import Exercise, refuse, refuse_first, refuse_from_before
+from hooklab.course.checks.models import Before, fails, refuse_hooks
 
 # ---- what the three exercises share ----
-
-
-def _hung(model):
-    """The hooks on a model: how many of each function, by place."""
-    return Counter((hook.kind, hook.place, hook.function) for hook in hooks_on(model))
-
-
-def _examine_hooks(before, model, reason, zh, en):
-    after = _hung(model)
-    if missing := before - after:
-        place = next(iter(missing))[1]
-        refuse("removed_others", place=place)
-    if left := after - before:
-        kind, place, _ = next(iter(left))
-        refuse(reason, zh=zh.format(left=f"`{kind} on {place}`"), en=en.format(left=f"`{kind} on {place}`"))
-
-
-def _examine_left(before, model):
-    _examine_hooks(
-        before,
-        model,
-        "hooks_left",
-        "模型上还留着钩子：{left}。",
-        "A hook is still on the model: {left}.",
-    )
 
 
 class _Broken(nn.Module):
@@ -64,6 +39,10 @@ def _stumble(module, args):
     raise LookupError("this layer fails on purpose")
 
 
+def _user_hook(module, args, output):
+    """A hook that was there before."""
+
+
 def _watched(model):
     """A list of what each module of the model will be given."""
     passed = []
@@ -72,33 +51,29 @@ def _watched(model):
     return passed
 
 
-def _result(answer, model, x, passed):
-    """The answer's result on a model in which only tensors should pass."""
+def _result(answer, model, x, passed, kinds=Tensor):
+    """The answer's result on a model in which only these `kinds` should pass."""
     try:
         return answer(model, x)
     except Exception:
-        if other := [type(value).__name__ for value in passed if not isinstance(value, Tensor)]:
+        if other := [value for value in passed if not isinstance(value, kinds)]:
             refuse("replaced_output", other=other[0])
         raise
 
 
-def _examine_failure(answer, model):
-    """The forward fails in the middle: the error must come through, and no hook stay."""
-    before = _hung(model)
-    try:
+def _examine_failing(answer, model):
+    """The forward fails in the middle: the error must come through, and the model be as it was."""
+    with fails(model, (RuntimeError, LookupError)) as before:
         answer(model, torch.ones(2, 4))
-    except (RuntimeError, LookupError):
-        pass
-    else:
-        refuse("swallowed")
-    _examine_hooks(
-        before,
-        model,
-        "hooks_left_after_error",
-        "前向报错之后，模型上还留着钩子：{left}。出错时，后面的语句不会执行。",
-        "After a forward that raised, a hook is still on the model: {left}. When it raises, the statements that follow do not "
-        "run.",
-    )
+    if before.changed_modes():
+        refuse("mode_after_error")
+    _examine_attributes(before)
+    return before
+
+
+def _examine_attributes(before):
+    if new := before.new_attributes():
+        refuse("attribute_left", new=new)
 
 
 # ---- 23.A: the shapes of the children's outputs, and the model left as it was ----
@@ -136,114 +111,75 @@ class _Mixed(nn.Module):
         return self.head(self.frozen(self.stem(x)))
 
 
-def _user_hook(module, args, output):
-    """A hook that was there before."""
+DICT = [  # what came back for `_Mixed`
+    ("one_name", lambda t: list(t.got) == ["frozen"]),  # the last of them
+    ("wrong_names", lambda t: t.extra or t.missing),
+    ("other_order", lambda t: _all_tuples(t.got) and t.got != t.want and _sorted(t.got) == _sorted(t.want)),
+]
 
 
 def examine_output_shapes(answer):
     for training in (True, False):
-        model = _Mixed().train(training)
-        model.frozen.eval()
-        model.frozen[2].train()  # Dropout that stays on
-        model.stem.register_forward_hook(_user_hook)
-        _examine_shapes(answer, model)
-    _examine_next_model(answer)
-    for broken in (_Broken(), _Stumbling()):
-        _examine_shapes_failing(answer, broken)
-
-
-def _examine_next_model(answer):
+        _examine_shapes(answer, _Mixed().train(training))
     model = nn.Sequential(OrderedDict(lens=nn.Linear(4, 3), gate=nn.ReLU()))
     refuse_from_before(answer(model, torch.ones(2, 4)), model, dict(_Mixed().named_children()))
-
-
-def _examine_shapes_failing(answer, broken):
-    broken.second.eval()
-    flags, state = _flags(broken), {key: value.clone() for key, value in broken.state_dict().items()}
-    names = _attributes(broken)
-    _examine_failure(answer, broken)
-    _examine_mode_after_error(broken, flags)
-    _examine_no_new_attributes(broken, names)
-    _examine_state(broken, state)
-
-
-def _examine_mode_after_error(broken, flags):
-    if _flags(broken) != flags:
-        refuse("mode_after_error")
+    for broken in (_Broken(), _Stumbling()):
+        broken.second.eval()
+        _examine_state(_examine_failing(answer, broken))
 
 
 def _examine_shapes(answer, model):
-    x, runs, passed = torch.randn(3, 4), [], _watched(model)
+    model.frozen.eval()
+    model.frozen[2].train()  # Dropout that stays on
+    model.stem.register_forward_hook(_user_hook)
+    runs, passed = [], _watched(model)
     model.head.register_forward_hook(lambda module, args, output: runs.append("run"))
-    hung, flags, names, tracking = _hung(model), _flags(model), _attributes(model), _tracking(model)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    got = _result(answer, model, x, passed)
+    before = Before(model)
+    got = _result(answer, model, torch.randn(3, 4), passed)
     _examine_dict(got, {"head": (3, 2), "stem": (3, 6), "frozen": (3, 5)}, model)
-    _examine_state(model, state)
-    _examine_flags(model, flags)
-    if _tracking(model) != tracking:
+    _examine_state(before)
+    _examine_modes(before)
+    if "track_running_stats" in before.changed_attributes():
         refuse("tracking_off")
-    _examine_no_new_attributes(model, names)
-    _examine_left(hung, model)
+    _examine_attributes(before)
+    refuse_hooks(before, "hooks_left")
     if len(runs) > 1:
-        refuse("ran_often", count_runs=len(runs))
+        refuse("ran_often", count=len(runs))
 
 
-def _examine_no_new_attributes(model, names):
-    if _attributes(model) != names:
-        new = sorted({name for after, before in zip(_attributes(model), names, strict=True) for name in after - before})
-        refuse("attribute_left", new=new)
+def _examine_dict(got, want, model):
+    if not isinstance(got, dict):
+        refuse("not_a_dict", got=got)
+    refuse_from_before(got, model, ("lens", "gate"))
+    extra, missing = sorted(map(str, got.keys() - want.keys())), sorted(want.keys() - got.keys())
+    refuse_first(DICT, got=got, want=want, extra=extra, missing=missing)
+    for name, shape in want.items():
+        if not isinstance(got[name], tuple):
+            refuse("no_tuple", name=name, got=got[name])
+        if got[name] != shape:
+            refuse("wrong_shape", name=name, shape=shape, got=tuple(got[name]))
+
+
+def _all_tuples(got):
+    return all(isinstance(shape, tuple) for shape in got.values())
 
 
 def _sorted(shapes):
     return sorted(str(tuple(shape)) for shape in shapes.values())
 
 
-def _tracking(model):
-    return [getattr(module, "track_running_stats", None) for module in model.modules()]
+def _examine_state(before):
+    if changed := before.changed_state():
+        refuse("statistics", count=len(changed), changed=changed[0])
 
 
-def _flags(model):
-    return {name: module.training for name, module in model.named_modules()}
-
-
-def _attributes(model):
-    return [set(vars(module)) for module in model.modules()]
-
-
-def _examine_dict(got, want, model):
-    if not isinstance(got, dict):
-        refuse("not_a_dict", got=got)
-    if list(got) == list(want)[-1:]:
-        refuse("one_name", got=next(iter(got)))
-    refuse_from_before(got, model, ("lens", "gate"))
-    if set(got) != set(want):
-        extra, missing = sorted(map(str, set(got) - set(want))), sorted(set(want) - set(got))
-        refuse("wrong_names", extra=extra, missing=missing)
-    tuples = all(isinstance(shape, tuple) for shape in got.values())
-    if tuples and got != want and _sorted(got) == _sorted(want):
-        refuse("other_order")
-    for name, shape in want.items():
-        if not isinstance(got[name], tuple):
-            refuse("no_tuple", name=name, got=got[name])
-        if tuple(got[name]) != shape:
-            refuse("wrong_shape", name=name, shape=shape, got=tuple(got[name]))
-
-
-def _examine_state(model, before):
-    changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
-    if changed:
-        refuse("statistics", count_changed=len(changed), changed=changed[0])
-
-
-def _examine_flags(model, before):
-    after = _flags(model)
-    if after == before:
-        return
-    if before[""] and not any(after.values()):
+def _examine_modes(before):
+    modes = before.changed_modes()
+    if "" in modes and not any(module.training for module in before.model.modules()):
         refuse("left_in_eval")
-    name = next(name for name in after if after[name] != before[name])
-    refuse("flags", name=name, before=before[name], after=after[name])
+    if modes:
+        name, (was, now) = next(iter(modes.items()))
+        refuse("flags", name=name, was=was, now=now)
 
 
 SHAPES = Exercise("23.A", examine_output_shapes, output_shapes)
@@ -321,11 +257,26 @@ INSIDE = {"encoder.linear1", "encoder.linear2", "encoder.dropout", "encoder.norm
 
 CALLED = {"embed", "norm", "log", "head", "encoder.dropout1", "encoder.dropout2"} | INSIDE
 
+CONTAINERS = {"", "helper", "encoder.self_attn", "encoder"}
+
+NAMES = [  # those found on `_Reader`, as a set
+    ("inverted", lambda t: t.found == CALLED),
+    ("one_name", lambda t: (CALLED | NEVER) - t.found == {"helper.2"}),  # the last of them
+    ("fast_path", lambda t: t.found >= INSIDE and "embed" not in t.found),
+    ("containers", lambda t: t.containers),
+    ("called_listed", lambda t: t.found >= CALLED),
+    ("shared", lambda t: t.found & {"again", "norm"}),
+    ("missed_unused", lambda t: not any(name.startswith("helper") for name in t.found)),
+    ("missed_out_proj", lambda t: "encoder.self_attn.out_proj" not in t.found),
+    ("no_tensor", lambda t: t.extra == ["log"] and not t.missing),
+    ("wrong_list", lambda t: t.extra or t.missing),
+]
+
 
 def examine_never_called(answer):
     model, tokens = _Reader().eval(), torch.zeros(2, 5, dtype=torch.long)
     model.head.register_forward_hook(_user_hook)
-    hung, flags, fast = _hung(model), _flags(model), torch.backends.mha.get_fastpath_enabled()
+    before, fast = Before(model), torch.backends.mha.get_fastpath_enabled()
     try:
         got = _result(answer, model, tokens, model.passed)
     finally:
@@ -333,17 +284,36 @@ def examine_never_called(answer):
         torch.backends.mha.set_fastpath_enabled(fast)
     if fast and not fast_after:
         refuse("fast_path_off")
-    if _flags(model) != flags:
+    if before.changed_modes():
         refuse("mode_changed")
     _examine_names(got)
-    _examine_left(hung, model)
+    refuse_hooks(before, "hooks_left")
     other = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     if (got := answer(other, torch.ones(1, 4))) is None or list(got):
         refuse("none_expected", got=got)
     _examine_other_way(answer)
     for broken in (_Broken(), _Stumbling()):
-        _examine_failure(answer, broken.eval())
-    _examine_runs(model.runs)
+        _examine_failing(answer, broken.eval())
+    if len(model.runs) != 1:
+        refuse("ran_often", count=len(model.runs))
+    if any(model.runs):
+        refuse("no_no_grad")
+
+
+def _examine_names(got):
+    if not isinstance(got, list | tuple | set):
+        refuse("not_a_list", got=got)
+    if other := [name for name in got if not isinstance(name, str)]:
+        refuse("no_names", other=other[0])
+    found = set(got)
+    refuse_first(
+        NAMES,
+        found=found,
+        listed=sorted(found),
+        containers=sorted(found & CONTAINERS),
+        extra=sorted(found - NEVER),
+        missing=sorted(NEVER - found),
+    )
 
 
 def _examine_other_way(answer):
@@ -353,41 +323,6 @@ def _examine_other_way(answer):
     model.way = "right"
     if set(got := answer(model, x)) != {"left"}:
         refuse("from_before", got=got)
-
-
-def _examine_runs(runs):
-    if len(runs) != 1:
-        refuse("ran_often", count_runs=len(runs))
-    if any(runs):
-        refuse("no_no_grad")
-
-
-def _examine_names(got):
-    if isinstance(got, str | dict) or not isinstance(got, list | tuple | set):
-        refuse("not_a_list", got=got)
-    if wrong := [type(name).__name__ for name in got if not isinstance(name, str)]:
-        refuse("no_names", wrong=wrong[0])
-    found = set(got)
-    if found == CALLED:
-        refuse("inverted")
-    if (CALLED | NEVER) - found == {name := "helper.2"}:  # the last of them
-        refuse("one_name", name=name)
-    if found & INSIDE == INSIDE and "embed" not in found:
-        refuse("fast_path", inside=sorted(INSIDE)[1])
-    if containers := sorted(found & {"", "helper", "encoder.self_attn", "encoder"}):
-        refuse("containers", containers=containers)
-    if found & CALLED == CALLED:
-        refuse("called_listed")
-    if "again" in found or "norm" in found:
-        refuse("shared")
-    if not any(name.startswith("helper") for name in found):
-        refuse("missed_unused", found=sorted(found))
-    if "encoder.self_attn.out_proj" not in found:
-        refuse("missed_out_proj", found=sorted(found))
-    if found == NEVER | {"log"}:
-        refuse("no_tensor")
-    if found != NEVER:
-        refuse("wrong_list", found=sorted(found - NEVER), never=sorted(NEVER - found))
 
 
 NEVER_CALLED = Exercise("23.B", examine_never_called, never_called)
@@ -463,118 +398,48 @@ class _Again(nn.Module):
 
 X = torch.tensor([[1.0, -2.0], [4.0, 3.0]])
 
-WRONG_LAYER = {
-    "outer": (
-        "NaN 从 {want} 开始，你给的是 {got}：包住它的那一层。里面的层先算完。",
-        "The NaN begins in {want}; you give {got}, the layer around it. What is inside finishes first.",
-    ),
-    "later": (
-        "NaN 从 {want} 开始，再传到后面；你给的是 {got}。最先报的是哪个钩子，它用的名字是什么时候读的？",
-        "The NaN begins in {want} and is passed on; you give {got}. Which hook reported first, and when is the name that it uses "
-        "read?",
-    ),
-    "partly": (
-        "{want} 的输出里有一个 NaN，其余是普通的数，有一个就算；你给的是 {got}。你的判断遇到 NaN 成立吗，结果返回了吗？",
-        "The output of {want} holds one NaN among ordinary numbers, and one is enough; you give {got}. Is your condition true of "
-        "a NaN, and is the result returned?",
-    ),
-    "cleaned": (
-        "NaN 在 {want} 里出现，后面的层又把它换成了别的数；你给的是 {got}。光看最后的输出看不到它。",
-        "A NaN appears in {want}, and a later layer replaces it by a number; you give {got}. The final output alone does not "
-        "show it.",
-    ),
-    "definition_order": (
-        "NaN 从 {want} 开始；你给的 {got} 定义在前，却是后来才跑的。",
-        "The NaN begins in {want}; you give {got}, which is defined earlier but runs later.",
-    ),
-    "leaves_only": (
-        "NaN 是 {want} 自己的那几行算出来的，它里面的层没有错；你给的是 {got}。不只是最里面的层会出 NaN。",
-        "The NaN is made by the lines of {want} itself, the layer inside it is fine; you give {got}. Not only the innermost "
-        "layers can make a NaN.",
-    ),
-    "the_model": (
-        "NaN 是模型自己的那几行算出来的：应当返回它的名字，空字符串，你给的是 {got}。模型自己挂上钩子了吗？空字符串在 `if` 和 `or` 里算假。",
-        "The NaN is made by the model's own lines: its name, the empty string, is expected; you give {got}. Is there a hook on the "
-        "model itself? In `if` and `or` the empty string counts as false.",
-    ),
-    "nested": (
-        "{want} 返回嵌套的元组，NaN 在里面的那个元组里；你给的是 {got}。",
-        "{want} returns a nested tuple, and the NaN is in the inner one; you give {got}.",
-    ),
-    "called_twice": (
-        "这个模型里有一层跑了两次，一次没有 NaN，一次有；NaN 从 {want} 开始，你给的是 {got}。每次调用都要按算完的次序看。",
-        "In this model a layer runs twice, once without NaN and once with it; the NaN begins in {want}, you give {got}. Every "
-        "call counts, in the order in which they finish.",
-    ),
-    "infinity": (
-        "这个模型里只有无穷大，没有 NaN；应当返回 {want}，你给的是 {got}。",
-        "In this model there is infinity and no NaN: {want} is expected; you give {got}.",
-    ),
-    "after_the_run": (
-        "NaN 从 {want} 开始，它是原地操作，改的是前一层的输出；你给的是 {got}。要在这一层刚算完时就看，跑完再看就晚了。",
-        "The NaN begins in {want}, which works in place on the output of the layer before; you give {got}. Look as soon as a "
-        "layer has finished: after the run is too late.",
-    ),
-    "none_expected": (
-        "这个模型里没有 NaN：应当返回 {want}，你给的是 {got}。",
-        "There is no NaN in this model: {want} is expected; you give {got}.",
-    ),
-}
+
+def _runs():
+    """Models, each with the name to find, the mistake where another one is found, and a more telling one for some names."""
+    block = nn.Sequential(OrderedDict(before=nn.Identity(), log=_Apply(torch.log), after=nn.Identity()))
+    around, log = nn.Sequential(OrderedDict(block=block, head=nn.Linear(2, 1))), _Apply(torch.log)
+    return [
+        (around, "block.log", "later", {"block": "outer", "": "outer", None: "partly"}),
+        (nn.Sequential(_Apply(torch.log), _Apply(torch.nan_to_num)), "0", "cleaned", {}),
+        (_Backwards(), "log", "definition_order", {}),
+        (nn.Sequential(_Entropy(), nn.Identity()), "0", "leaves_only", {}),
+        (_Entropy(), "", "leaves_only", {None: "the_model"}),
+        (nn.Sequential(_Apply(lambda x: (x, (None, 3, x.log()))), _Apply(lambda pair: pair[0])), "0", "nested", {}),
+        (nn.Sequential(_Apply(lambda x: (x, None))), None, "none_expected", {}),
+        (nn.Sequential(_Apply(lambda x: x / 0), nn.Identity()), None, "infinity", {}),
+        (_Again(), "log", "called_twice", {}),
+        (nn.Sequential(log, _Apply(lambda x: x.nan_to_num().abs() + 1), log), "0", "called_twice", {}),
+        (nn.Sequential(_Apply(lambda x: x + 0), _Apply(lambda x: x.log_())), "1", "later", {"0": "after_the_run"}),
+    ]
 
 
 def examine_first_nan(answer):
-    block = nn.Sequential(OrderedDict(before=nn.Identity(), log=_Apply(torch.log), after=nn.Identity()))
-    _examine_first(
-        answer,
-        nn.Sequential(OrderedDict(block=block, head=nn.Linear(2, 1))),
-        "block.log",
-        {"block": "outer", "": "outer", None: "partly"},
-        "later",
-    )
-    clean = nn.Sequential(_Apply(torch.log), _Apply(torch.nan_to_num))
-    _examine_first(answer, clean, "0", {}, "cleaned")
-    _examine_first(answer, _Backwards(), "log", {}, "definition_order")
-    _examine_first(answer, nn.Sequential(_Entropy(), nn.Identity()), "0", {}, "leaves_only")
-    _examine_first(answer, _Entropy(), "", {None: "the_model"}, "leaves_only")
-    pair = nn.Sequential(_Apply(lambda x: (x, (None, 3, x.log()))), _Apply(lambda pair: pair[0]))
-    _examine_first(answer, pair, "0", {}, "nested")
-    _examine_first(answer, nn.Sequential(_Apply(lambda x: (x, None))), None, {}, "none_expected")
-    _examine_first(answer, nn.Sequential(_Apply(lambda x: x / 0), nn.Identity()), None, {}, "infinity")
-    _examine_first(answer, _Again(), "log", {}, "called_twice")
-    log = _Apply(torch.log)
-    cleaned = nn.Sequential(log, _Apply(lambda x: x.nan_to_num().abs() + 1), log)
-    _examine_first(answer, cleaned, "0", {}, "called_twice")
-    in_place = nn.Sequential(_Apply(lambda x: x + 0), _Apply(lambda x: x.log_()))
-    _examine_first(answer, in_place, "1", {"0": "after_the_run"}, "later")
+    for model, want, otherwise, telling in _runs():
+        model.register_forward_hook(_user_hook)
+        passed, before = _watched(model), Before(model)
+        got = _result(answer, model, X, passed, Tensor | tuple)
+        if got is not None and not isinstance(got, str):
+            refuse("not_a_name", got=got)
+        layers = [name for name, _ in model.named_modules()]
+        if got is not None and got not in layers:
+            refuse("no_such_layer", got=got, layers=layers)
+        if got != want:
+            refuse(telling.get(got, otherwise), got=got, want=want)
+        refuse_hooks(before, "hooks_left")
+        if before.changed_modes():
+            refuse("mode_changed")
+        _examine_attributes(before)
     for broken in (_Broken(), _Stumbling()):
-        flags, names = _flags(broken), _attributes(broken)
-        _examine_failure(answer, broken)
-        _examine_mode_after_error(broken, flags)
-        _examine_no_new_attributes(broken, names)
+        _examine_failing(answer, broken)
     runs = []
     answer(nn.Sequential(_Apply(lambda x: runs.append("run") or x.log())), X)
     if len(runs) != 1:
-        refuse("ran_often", count_runs=len(runs))
-
-
-def _examine_first(answer, model, want, reasons, otherwise):
-    model.register_forward_hook(_user_hook)
-    passed = _watched(model)
-    hung, flags, names = _hung(model), _flags(model), _attributes(model)
-    got = _result(answer, model, X, passed) if otherwise == "later" else answer(model, X)
-    if got is not None and not isinstance(got, str):
-        refuse("not_a_name", got=got)
-    layers = [name for name, _ in model.named_modules()]
-    if got is not None and got not in layers:
-        refuse("no_such_layer", got=got, layers=layers)
-    if got != want:
-        reason = reasons.get(got, otherwise)
-        zh, en = (text.format(got=f"`{got!r}`", want=f"`{want!r}`") for text in WRONG_LAYER[reason])
-        refuse(reason, zh=zh, en=en)
-    _examine_left(hung, model)
-    if _flags(model) != flags:
-        refuse("mode_changed")
-    _examine_no_new_attributes(model, names)
+        refuse("ran_often", count=len(runs))
 
 
 FIRST_NAN = Exercise("23.C", examine_first_nan, first_nan)

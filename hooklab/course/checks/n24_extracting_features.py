@@ -1,36 +1,52 @@
 """Checks of notebook 24: extracting features."""
 
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks
 
-from hooklab.census import hooks_on
-from hooklab.course.check import Exercise, expect_like, refuse, refuse_from_before, said
+from hooklab.course.check import Exercise, Phrase, expect_like, refuse, refuse_first, refuse_from_before, said
+from hooklab.course.checks.calls import close, equal, outcome
+from hooklab.course.checks.models import Before, fails, refuse_hooks
 from hooklab.layers.features import features
 
+# ---- what the exercises share ----
 
-class _Hooks:
-    """Sees which hooks were there before; takes global ones off again that an answer leaves."""
+GRAPH = [  # a tensor with the right values
+    ("requires_grad", lambda t: t.got.requires_grad and t.got.is_leaf),
+    ("keeps_graph", lambda t: t.got.requires_grad),
+]
 
-    def __init__(self, model):
-        self.model, self.before = model, len(hooks_on(model))
-        self.everywhere = dict(_global_forward_hooks)
+MODES = [("mode_changed", lambda t: t.modes)]  # for a model that is in one mode as a whole
 
-    def left(self):
-        """How many hooks more than before."""
-        more = len(hooks_on(self.model)) - self.before
-        _global_forward_hooks.clear()
-        _global_forward_hooks.update(self.everywhere)
-        return more
+LEFT = [
+    ("froze", lambda t: t.before.frozen()),
+    ("thawed", lambda t: t.before.thawed()),
+    ("changed_attributes", lambda t: t.changed),
+]
 
-    @staticmethod
-    def examine(more):
-        if more > 0:
-            refuse("left_behind", more=more)
-        if more < 0:
-            refuse("removed_others")
+
+def _examine_left(before, mistakes=MODES):
+    """What the answer has left on the model, or changed of it."""
+    refuse_hooks(before, "left_behind")
+    modes = before.changed_modes()
+    refuse_first(mistakes, modes=modes, name=next(iter(modes), None))
+    refuse_first(LEFT, before=before, changed=before.changed_attributes())
+
+
+@contextmanager
+def _grad_stays_off():
+    """The answer is called where gradients are off, and has to leave them off."""
+    with torch.no_grad():
+        yield
+        if torch.is_grad_enabled():
+            refuse("grad_switched_on")
+
+
+def _examine_double(got):
+    if isinstance(got, Tensor) and got.dtype != torch.float64:
+        refuse("float32_only", got=got)
 
 
 # ---- 24.A: the output of one layer, by hand ----
@@ -45,23 +61,6 @@ def feature(model, name, x):
     with model.get_submodule(name).register_forward_hook(keep):
         model(x)
     return kept[name]
-
-
-def _attributes(model):
-    """The attributes of each module, without what is called `training`; flags such as `inplace` with their value."""
-    return {
-        (name, key): value if isinstance(value, bool | int | float | str) else None
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key != "training" and getattr(value, "__func__", None) is not type(module).forward
-    }
-
-
-def _examine_attributes(model, before):
-    now = _attributes(model)
-    if now != before:
-        changed = sorted({key for _, key in dict(now.items() ^ before.items())})
-        refuse("changed_attributes", changed=changed)
 
 
 class _Net(nn.Module):
@@ -88,39 +87,44 @@ class _Net(nn.Module):
 
 BRIGHT, DARK = torch.tensor([[1.0, 2.0, 3.0], [4.0, -1.0, 0.5]]), torch.tensor([[-1.0, -2.0, 0.5]])
 
+RUN = [  # what the hooks of the check have seen of the first run, and what came back
+    ("edited_input", lambda t: not torch.equal(t.x, BRIGHT)),
+    ("not_called", lambda t: not t.passed),
+    ("ran_twice", lambda t: len(t.passed) > 2),
+    ("replaced_output", lambda t: len(set(t.passed)) > 1),
+    ("ready_made", lambda t: "hooklab.layers.features" in t.tools),
+    ("stopped", lambda t: not t.finished),
+    ("cut_in_place", lambda t: any(t.cut)),
+    ("by_forward", lambda t: not t.calls),
+    ("returned_nothing", lambda t: t.got is None),
+    ("overwritten", lambda t: equal(t.got, t.want.clamp(min=0))),
+]
+
+UNREACHED = [  # what comes of a layer that this input does not reach, after one that did
+    ("other_error", lambda t: isinstance(t.got, Exception) and not isinstance(t.got, KeyError)),
+    ("stale", lambda t: equal(t.got, t.bright)),
+    ("no_error", lambda t: not isinstance(t.got, KeyError)),
+]
+
 
 def examine_feature(answer):
-    torch.manual_seed(0)
-    model, passed, calls, cut = _Net(), [], [], []
+    model, x = _Net(), BRIGHT.clone()
+    body, want = model.body, model.body[0](BRIGHT).detach()
+    calls, tools, passed, cut, finished = [], [], [], [], []
     model.register_forward_pre_hook(lambda module, args: calls.append(1))
-    model.body[1].register_forward_pre_hook(lambda module, args: cut.append(_is_cut(args[0], model.body[0].weight)))
-    want = model.body[0](BRIGHT).detach()
-    tools, finished = [], []
-    model.register_forward_pre_hook(lambda module, args: tools.extend(_written_in(module.body[0])))
+    model.register_forward_pre_hook(lambda module, args: tools.extend(_written_in(body[0])))
+    body[0].register_forward_hook(lambda module, args, output: passed.append(output.data_ptr()))
+    body[1].register_forward_pre_hook(lambda module, args: passed.append(args[0].data_ptr()))
+    body[1].register_forward_pre_hook(lambda module, args: cut.append(_is_cut(args[0], body[0].weight)))
     model.head.register_forward_hook(lambda module, args, output: finished.append(1))
-    model.body[0].register_forward_hook(lambda module, args, output: passed.append(output.data_ptr()))
-    model.body[1].register_forward_pre_hook(lambda module, args: passed.append(args[0].data_ptr()))
-    hooks, attributes, x = _Hooks(model), _attributes(model), BRIGHT.clone()
-    try:
-        got = answer(model, "body.0", x)
-    finally:
-        more = hooks.left()
-    _examine_input(x, BRIGHT)
-    _examine_run(passed)
-    if "hooklab.layers.features" in tools:
-        refuse("ready_made")
-    if not finished:
-        refuse("stopped")
-    if any(cut):
-        refuse("cut_in_place")
-    _examine_calls(calls[:1])
-    _examine_feature_value(got, want)
-    if not model.training:
-        refuse("mode_changed")
-    hooks.examine(more)
-    _examine_frozen(model, [True] * len(list(model.parameters())))
-    _examine_attributes(model, attributes)
-    _examine_where_grad_is_off(lambda: answer(_Net(), "body.0", BRIGHT.clone()))
+    before = Before(model)
+    got = answer(model, "body.0", x)
+    refuse_first(RUN, x=x, passed=passed, tools=tools, finished=finished, cut=cut, calls=calls, got=got, want=want)
+    expect_like(got, want)
+    refuse_first(GRAPH, got=got)
+    _examine_left(before)
+    with _grad_stays_off():
+        answer(_Net(), "body.0", BRIGHT.clone())
     _examine_failing(answer)
     _examine_unreached(answer)
 
@@ -136,80 +140,18 @@ def _is_cut(output, weight):
     return torch.is_grad_enabled() and weight.requires_grad and not output.requires_grad
 
 
-def _examine_input(x, before):
-    if not torch.equal(x, before):
-        refuse("edited_input")
-
-
-def _examine_run(passed):
-    if not passed:
-        refuse("not_called")
-    if len(passed) > 2:
-        refuse("ran_twice")
-    if len(passed) == 2 and passed[0] != passed[1]:
-        refuse("replaced_output")
-
-
-def _examine_feature_value(got, want):
-    if got is None:
-        refuse("returned_nothing")
-    if isinstance(got, Tensor) and got.shape == want.shape and torch.equal(got.detach(), want.clamp(min=0)):
-        refuse("overwritten")
-    expect_like(got, want)
-    _examine_leaf(got)
-    if got.requires_grad:
-        refuse("keeps_graph")
-
-
-def _examine_leaf(got):
-    if got.requires_grad and got.is_leaf:
-        refuse("requires_grad")
-
-
-def _examine_where_grad_is_off(run):
-    with torch.no_grad():
-        run()
-        switched_on = torch.is_grad_enabled()
-    if switched_on:
-        refuse("grad_switched_on")
-
-
-def _examine_frozen(model, before):
-    now = [param.requires_grad for param in model.parameters()]
-    if any(was and not still for was, still in zip(before, now, strict=True)):
-        refuse("froze")
-    if now != before:
-        refuse("thawed")
-
-
 def _examine_failing(answer):
     model = _Net(fails="behind")
     model.body[0].register_forward_hook(lambda *args: None)
-    hooks = _Hooks(model)
-    try:
+    before = Before(model)
+    with suppress(Exception):  # whether it is the model's own error, the next call shows
         answer(model, "body.0", BRIGHT.clone())
-    except Exception:  # whether it is the model's own error, the next call shows
-        pass
-    finally:
-        left = hooks.left()
-    if left < 0:
-        hooks.examine(left)
-    if left:
-        refuse("left_after_error")
+    refuse_hooks(before, "left_after_error")
     for error in (ValueError, RuntimeError):
-        _examine_error(answer, error)
-
-
-def _examine_error(answer, error):
-    model = _Net(fails="before")
-    model.error = error
-    try:
-        got = answer(model, "body.0", BRIGHT.clone())
-    except error:
-        return
-    except Exception as other:
-        got = other
-    refuse("hid_error", error___name__=error.__name__, got=got)
+        model = _Net(fails="before")
+        model.error = error
+        if not isinstance(got := outcome(answer, model, "body.0", BRIGHT.clone()), error):
+            refuse("hid_error", error=error, got=got)
 
 
 def _examine_unreached(answer):
@@ -217,24 +159,11 @@ def _examine_unreached(answer):
     with torch.no_grad():
         want = model.extra(model.body(BRIGHT))
     bright = answer(model, "extra", BRIGHT.clone())
-    if isinstance(bright, Tensor) and bright.shape == want.shape and torch.allclose(bright.detach(), 2 * want):
+    if close(bright, 2 * want):
         refuse("overwritten_by_hand")
     expect_like(bright, want, "output_extra")
     _examine_double(answer(_Net().double(), "body.0", BRIGHT.double()))
-    try:
-        got = answer(model, "extra", DARK.clone())
-    except KeyError:
-        return
-    except Exception as error:
-        refuse("other_error", error=error)
-    if isinstance(got, Tensor) and got.shape == bright.shape and torch.equal(got, bright):
-        refuse("stale")
-    refuse("no_error", got=got)
-
-
-def _examine_double(got):
-    if isinstance(got, Tensor) and got.dtype != torch.float64:
-        refuse("float32_only", got=got)
+    refuse_first(UNREACHED, got=outcome(answer, model, "extra", DARK.clone()), bright=bright)
 
 
 FEATURE = Exercise("24.A", examine_feature, feature)
@@ -268,116 +197,74 @@ class _Images(nn.Module):
         return self.head(self.relu(self.norm(self.conv(self.drop(self.stem(x))))).mean((2, 3)))
 
 
+BATCHES = [  # what the hooks of the check have seen of the batches, and what came back for them
+    ("not_called", lambda t: not t.sizes),
+    ("train_mode", lambda t: any(t.training)),
+    ("dropout_on", lambda t: any(t.dropping)),
+    ("not_batch_by_batch", lambda t: t.sizes != [4, 4, 1]),
+    ("returned_nothing", lambda t: t.got is None),
+    ("not_joined", lambda t: t.count is not None),
+    ("last_batch_only", lambda t: isinstance(t.got, Tensor) and t.got.ndim and len(t.got) == 1),
+    ("overwritten", lambda t: close(t.got, t.ruined)),
+]
+
+MODES_OF_IMAGES = [
+    ("left_in_eval", lambda t: "" in t.modes),
+    ("unfroze", lambda t: "stem.1" in t.modes),
+    ("part_left_in_eval", lambda t: t.modes),
+]
+
+
 def examine_embed(answer):
-    torch.manual_seed(0)
-    model, seen, dropping, building = _Images(), [], [], []
+    model, sizes, training, dropping, building = _Images(), [], [], [], []
     batches = [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8), torch.randn(1, 1, 8, 8)]
     want = embed(deepcopy(model), "norm", batches)
     ruined = embed(deepcopy(model), "relu", batches)
-    model.norm.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), module.training)))
     model.drop.register_forward_pre_hook(lambda module, args: dropping.append(module.training))
+    model.norm.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    model.norm.register_forward_pre_hook(lambda module, args: training.append(module.training))
     model.norm.register_forward_pre_hook(lambda module, args: building.append(args[0].requires_grad))
     model.norm.register_forward_hook(lambda *args: None)
-    modes = {name: module.training for name, module in model.named_modules()}
-    frozen = [param.requires_grad for param in model.parameters()]
-    hooks, attributes = _Hooks(model), _attributes(model)
-    try:
-        got = answer(model, "norm", batches)
-    finally:
-        more = hooks.left()
-    _examine_seen(seen, dropping)
-    _examine_embedding(got, want, ruined)
+    before = Before(model)
+    got = answer(model, "norm", batches)
+    count = len(got) if isinstance(got, list | tuple) else None
+    refuse_first(BATCHES, sizes=sizes, training=training, dropping=dropping, got=got, count=count, ruined=ruined)
+    expect_like(got, want)
+    refuse_first(GRAPH, got=got)
     if any(building):
         refuse("graph_built")
-    hooks.examine(more)
-    _examine_modes(model, modes)
-    _examine_frozen(model, frozen)
-    _examine_attributes(model, attributes)
+    _examine_left(before, MODES_OF_IMAGES)
     _examine_another(answer, model)
-    _examine_embed_after_error(answer)
-
-
-def _examine_embed_after_error(answer):
-    """The second batch does not fit the model: the error must come through, and the model be as before."""
-    model = _Images()
-    modes, hooks = [module.training for module in model.modules()], _Hooks(model)
-    try:
-        answer(model, "conv", [torch.randn(2, 1, 8, 8), torch.randn(2, 3, 8, 8)])
-    except Exception:
-        more = hooks.left()
-    else:
-        hooks.left()
-        refuse("swallowed")
-    if more:
-        refuse("hooks_left_after_error", more=more)
-    if modes != [module.training for module in model.modules()]:
-        refuse("mode_after_error")
+    _examine_embed_failing(answer)
 
 
 def _examine_another(answer, model):
     """Another layer, other sizes, a second call; where the caller has switched gradients off; a generator; another dtype."""
     batches = [torch.randn(2, 1, 9, 7), torch.randn(3, 1, 9, 7)]
     want = embed(deepcopy(model), "conv", batches)
-    found = []
-    _examine_where_grad_is_off(lambda: found.append(answer(model, "conv", batches)))
-    if not _agrees(found[0], want):
-        shape = _kind(found[0])
-        refuse("first_call_only", want_shape=tuple(want.shape), shape=shape)
-    try:
-        got = answer(model, "conv", (batch for batch in batches))
-        wrong = "" if _agrees(got, want) else _kind(got)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        wrong = said(error)
-    if wrong:
-        refuse("walked_twice", want_shape=tuple(want.shape), wrong=wrong)
+    with _grad_stays_off():
+        got = answer(model, "conv", batches)
+    if not close(got, want):
+        refuse("first_call_only", want=tuple(want.shape), found=_found(got))
+    got = outcome(answer, model, "conv", (batch for batch in batches))
+    if not close(got, want):
+        refuse("walked_twice", want=tuple(want.shape), found=_found(got))
     _examine_double(answer(model.double(), "conv", [batch.double() for batch in batches]))
 
 
-def _agrees(got, want):
-    same_shape = isinstance(got, Tensor) and got.shape == want.shape
-    return same_shape and torch.allclose(got, want, rtol=1e-4, atol=1e-6)
+def _found(got):
+    if isinstance(got, Exception):
+        return said(got)
+    return tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
 
 
-def _kind(got):
-    return str(tuple(got.shape)) if isinstance(got, Tensor) else type(got).__name__
-
-
-def _examine_seen(seen, dropping):
-    if not seen:
-        refuse("not_called")
-    if any(training for _, training in seen):
-        refuse("train_mode")
-    if any(dropping):
-        refuse("dropout_on")
-    sizes = [size for size, _ in seen]
-    if sizes != [4, 4, 1]:
-        refuse("not_batch_by_batch", sizes=sizes)
-
-
-def _examine_embedding(got, want, ruined):
-    if got is None:
-        refuse("returned_nothing")
-    if isinstance(got, list | tuple):
-        refuse("not_joined", got=got, count_got=len(got))
-    if isinstance(got, Tensor) and got.ndim and len(got) == 1:
-        refuse("last_batch_only")
-    if isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, ruined, atol=1e-5):
-        refuse("overwritten")
-    expect_like(got, want)
-    _examine_leaf(got)
-    if got.requires_grad:
-        refuse("keeps_graph")
-
-
-def _examine_modes(model, modes):
-    now = {name: module.training for name, module in model.named_modules()}
-    if now != modes and not model.training:
-        refuse("left_in_eval")
-    if now["stem.1"]:
-        refuse("unfroze")
-    if now != modes:
-        name = next(name for name in now if now[name] != modes[name])
-        refuse("part_left_in_eval", name=name)
+def _examine_embed_failing(answer):
+    """The second batch does not fit the model: the error must come through, and the model be as before."""
+    model = _Images()
+    with fails(model, Exception) as before:
+        answer(model, "conv", [torch.randn(2, 1, 8, 8), torch.randn(2, 3, 8, 8)])
+    if before.changed_modes():
+        refuse("mode_after_error")
 
 
 EMBED = Exercise("24.B", examine_embed, embed)
@@ -430,112 +317,76 @@ class _Twice(nn.Module):
         return self.second(hidden).mul_(2).sum()
 
 
-EDITED, CULPRIT = {"block.0", "second", "pair", "pair.1"}, "block.1"  # `block` returns what `block.1` returns
+EDITED = {"block.0", "second", "pair", "pair.1"}
 
 EDITED_OF_TWICE = {"first", "second", "both"}
 
+NAMES = [  # those found on `_Mixed`, as a set; `block` returns what `block.1` returns
+    ("only_culprits", lambda t: t.got == {"block.1"}),
+    ("last_name", lambda t: t.got == {"head"}),
+    ("nothing_found", lambda t: not t.got),
+    ("children_only", lambda t: t.got == {"second", "pair"}),
+    ("counted_culprit", lambda t: t.got - {"block"} == EDITED | {"block.1"}),
+    ("relu_only", lambda t: t.got == {"block.0"}),
+]
+
+LIST = [  # what came back
+    ("returned_nothing", lambda t: t.got is None),
+    ("not_a_list", lambda t: not isinstance(t.got, list | tuple | set)),
+    ("not_names", lambda t: not all(isinstance(name, str) for name in t.got)),
+]
+
 
 def examine_overwritten(answer):
-    torch.manual_seed(0)
-    model = _Mixed()
+    model, calls = _Mixed(), []
     model.block.register_forward_hook(lambda *args: None)
-    calls = []
     model.register_forward_hook(lambda *args: calls.append(1))
     got = set(_names_found(answer, model, torch.randn(6, 4)))
-    if got == {CULPRIT}:
-        refuse("only_culprits")
-    if got == {"head"}:
-        refuse("last_name")
-    if not got:
-        refuse("nothing_found")
-    if got == EDITED - {"block.0", "pair.1"}:
-        refuse("children_only")
-    if got - {"block"} == EDITED | {CULPRIT}:
-        refuse("counted_culprit", culprit=CULPRIT)
-    if got == {"block.0"}:
-        refuse("relu_only")
-    _expect_names(got, EDITED, "一个小模型", "a small model")
-    _examine_calls(calls)
-    names = _names_found(answer, _Twice(), torch.randn(6, 4))
-    got = set(names)
-    if got != EDITED_OF_TWICE and got <= EDITED_OF_TWICE:
-        refuse("one_call", got=sorted(got))
-    _expect_names(got, EDITED_OF_TWICE, "每层调用两次的模型", "a model that calls each layer twice")
-    if doubled := [name for name in names if names.count(name) > 1]:
-        refuse("name_twice", doubled=doubled[0])
-    _examine_unchanged(answer)
-    _examine_left_after_error(lambda model: answer(model, torch.randn(6, 4)))
-    _examine_squeezenet(answer)
-
-
-def _examine_calls(calls):
+    refuse_first(NAMES, got=got)
+    _expect_names(got, EDITED, "small_model")
     if not calls:
         refuse("by_forward")
     if len(calls) > 1:
-        refuse("ran_twice", count_calls=len(calls))
+        refuse("ran_twice", count=len(calls))
+    _examine_twice(answer)
+    unchanged = nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    if set(_names_found(answer, unchanged, torch.randn(6, 4))) != {"0"}:
+        refuse("by_values")
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 2))  # the second layer cannot take what the first one gives
+    with fails(model, RuntimeError, "hid_error", "left_after_error"):
+        answer(model, torch.randn(6, 4))
+    _examine_squeezenet(answer)
 
 
 def _names_found(answer, model, x):
-    hooks, attributes, mode = _Hooks(model), _attributes(model), model.training
-    try:
-        got = answer(model, x)
-    finally:
-        more = hooks.left()
-    if got is None:
-        refuse("returned_nothing")
-    if not isinstance(got, list | tuple | set):
-        refuse("not_a_list", got=got)
-    if not all(isinstance(name, str) for name in got):
-        refuse("not_names", got=got)
-    hooks.examine(more)
+    before = Before(model)
+    got = answer(model, x)
+    refuse_first(LIST, got=got)
     refuse_from_before(got, model, EDITED | EDITED_OF_TWICE)
-    if model.training != mode:
-        refuse("mode_changed")
-    _examine_attributes(model, attributes)
+    _examine_left(before)
     return list(got)
 
 
-def _examine_left_after_error(run):
-    """The second layer cannot take what the first one gives."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 2))
-    hooks = _Hooks(model)
-    try:
-        run(model)
-    except RuntimeError:
-        error = True
-    else:
-        error = False
-    finally:
-        left = hooks.left()
-    hooks.examine(min(left, 0))
-    if left:
-        refuse("left_after_error")
-    if not error:
-        refuse("hid_error")
-
-
-def _expect_names(got, want, where_zh, where_en):
+def _expect_names(got, want, where):
     if got != want:
         missing, extra = (sorted(names)[:3] for names in (want - got, got - want))
-        refuse(
-            "wrong_names",
-            zh=f"在{where_zh}上，漏掉的有 `{missing}`，多出来的有 `{extra}`（各列三个）。",
-            en=f"On {where_en} these are missing: `{missing}`, and these are too many: `{extra}` (three of each at most).",
-        )
+        refuse("wrong_names", where=Phrase(where), missing=missing, extra=extra)
 
 
-def _examine_unchanged(answer):
-    model = nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    if set(_names_found(answer, model, torch.randn(6, 4))) != {"0"}:
-        refuse("by_values")
+def _examine_twice(answer):
+    names = _names_found(answer, _Twice(), torch.randn(6, 4))
+    if set(names) < EDITED_OF_TWICE:
+        refuse("one_call", got=sorted(set(names)))
+    _expect_names(set(names), EDITED_OF_TWICE, "twice")
+    if doubled := [name for name in names if names.count(name) > 1]:
+        refuse("name_twice", doubled=doubled[0])
 
 
 def _examine_squeezenet(answer):
     from torchvision.models import squeezenet1_1
 
     model, x = squeezenet1_1().eval(), torch.randn(1, 3, 48, 48)
-    got = set(_names_found(answer, model, x))
-    _expect_names(got, set(overwritten(model, x)), " `squeezenet1_1` ", "`squeezenet1_1`")
+    _expect_names(set(_names_found(answer, model, x)), set(overwritten(model, x)), "squeezenet")
 
 
 OVERWRITTEN = Exercise("24.C", examine_overwritten, overwritten)

@@ -1,13 +1,15 @@
 """Checks of notebook 25: clipping gradients."""
 
-import copy
 import numbers
 
 import torch
 from torch import Tensor, nn
 
-from hooklab import clip, hooks_on, select
-from hooklab.course.check import Exercise, refuse, refuse_same_object
+from hooklab import clip, select
+from hooklab.course.check import Exercise, refuse, refuse_first, refuse_same_object
+from hooklab.course.checks.calls import all_close
+from hooklab.course.checks.models import Before
+from hooklab.course.refusals import refuse_result_of
 
 # ---- 25.A: how much would clipping touch? ----
 
@@ -17,10 +19,26 @@ def clipped_share(model, bound):
     return (torch.cat(grads).abs() > bound).double().mean().item()
 
 
+LOOKED = [  # as soon as `clipped_share` has returned; `grads` are those of the parameters `used`, as they were
+    ("filled_none", lambda t: t.unused.grad is not None),
+    ("dropped_gradients", lambda t: any(param.grad is None for param in t.used)),
+    ("changed_gradients", lambda t: not all(map(torch.equal, [param.grad for param in t.used], t.grads))),
+]
+
+MISCOUNTED = [  # what each mistake gives in place of the share
+    ("inverted", lambda t: [1 - t.want]),
+    ("counts_the_bound", lambda t: [_share(t.flat.abs() >= t.bound)]),
+    ("one_sided", lambda t: [_share(t.flat > t.bound)]),
+    ("counts_missing", lambda t: [t.beyond / t.weights.numel(), t.beyond / t.trained]),
+    ("weights", lambda t: [_share(t.weights.abs() > t.bound)]),
+    ("mean_of_shares", lambda t: [sum(_share(grad.abs() > t.bound) for grad in t.grads) / len(t.grads)]),
+]
+
+
 def examine_share(answer):
     torch.manual_seed(1)  # no two ways of counting agree
-    for bound in (0.5, 2.0):
-        _examine_share(answer, bound)
+    _examine_share(answer, 0.5)
+    _examine_share(answer, 2.0)
 
 
 def _examine_share(answer, bound):
@@ -29,50 +47,34 @@ def _examine_share(answer, bound):
     model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "body": body, "head": nn.Linear(3, 6)})
     model["embed"].requires_grad_(False)
     model.register_parameter("scale", nn.Parameter(torch.ones(3)))  # in no layer
-    params = [param for param in model.parameters() if param.requires_grad]
-    for number, param in enumerate(params):
+    *used, unused = [param for param in model.parameters() if param.requires_grad]
+    for number, param in enumerate(used):
         size = 7 if number == 0 else 4  # so that the parameters have different shares
         param.grad = torch.randint(-size, size, param.shape) * bound / 2
-    params[-1].grad = None  # not used in this backward
-    params[1].requires_grad_(False)  # frozen since then: its gradient is still there, and clipped with the others
-    grads = torch.cat([param.grad.flatten() for param in params[:-1]])
-    before = copy.deepcopy([param.grad for param in params])
+    used[1].requires_grad_(False)  # frozen since then: its gradient is still there, and clipped with the others
+    grads = [param.grad.clone() for param in used]
     got = answer(model, bound)
-    if params[-1].grad is not None:
-        refuse("filled_none")
-    if any(param.grad is None for param in params[:-1]):
-        refuse("dropped_gradients")
-    if any(old is not None and not torch.equal(param.grad, old)
-           for param, old in zip(params, before, strict=True)):  # fmt: skip
-        refuse("changed_gradients")
+    refuse_first(LOOKED, used=used, unused=unused, grads=grads)
     if not isinstance(got, numbers.Real) and not (isinstance(got, Tensor) and got.numel() == 1):
         refuse("wrong_type", got=got)
-    _examine_number(float(got), grads, bound, model)
-
-
-def _examine_number(got, grads, bound, model):
-    beyond = grads.abs() > bound
-    want, total = beyond.double().mean().item(), sum(param.numel() for param in model.parameters())
+    got, flat = float(got), _flat(grads)
+    beyond, want = int((flat.abs() > bound).sum()), _share(flat.abs() > bound)
     if abs(got - want) < 1e-4:
         return
     if got > 1:
         refuse("not_a_share", got=got)
-    if abs(got - (1 - want)) < 1e-4:
-        refuse("inverted")
-    if abs(got - (grads.abs() >= bound).double().mean().item()) < 1e-4:
-        refuse("counts_the_bound", bound=bound)
-    if abs(got - (grads > bound).double().mean().item()) < 1e-4:
-        refuse("one_sided", bound=bound)
-    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    if any(abs(got - beyond.sum().item() / count) < 1e-4 for count in (total, trained)):
-        refuse("counts_missing", count_grads=len(grads))
-    if abs(got - (weights.abs() > bound).double().mean().item()) < 1e-4:
-        refuse("weights")
-    shares = [(param.grad.abs() > bound).double().mean() for param in model.parameters() if param.grad is not None]
-    if abs(got - torch.stack(shares).mean().item()) < 1e-4:
-        refuse("mean_of_shares")
-    refuse("wrong_share", count_grads=len(grads), beyond=int(beyond.sum()), bound=bound, got=got)
+    facts = {"want": want, "flat": flat, "grads": grads, "weights": _flat(model.parameters()), "trained": trained}
+    refuse_result_of(MISCOUNTED, got, bound=bound, beyond=beyond, entries=len(flat), **facts)
+    refuse("wrong_share", entries=len(flat), beyond=beyond, bound=bound, got=got)
+
+
+def _share(true):
+    return true.double().mean().item()
+
+
+def _flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors]).detach()
 
 
 SHARE = Exercise("25.A", examine_share, clipped_share)
@@ -111,15 +113,24 @@ class _LanguageModel(nn.Module):
         return self.head(x) + self.head_extra(x)
 
 
-class _Sum(nn.Module):
-    """Two layers whose parameters are added and so receive a gradient in the same memory."""
+HUNG = [  # as soon as `clip_by_group` has returned
+    ("nested_handles", lambda t: t.odd and isinstance(t.odd[0], list | tuple)),
+    ("no_handles", lambda t: t.odd),
+    ("thawed", lambda t: t.names),
+]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+CLIPPED = [  # the gradients of the first backward; `plain` are those without hooks
+    ("not_clipped", lambda t: not any(name in t.changed for name in t.chosen)),
+    ("last_bound", lambda t: len(t.patterns) > 1 and _all_clipped(t, lambda own: t.last)),
+    ("latest_pattern", lambda t: _latest_is_larger(t) and _all_clipped(t, lambda own: own[-1])),
+    ("clipped_others", lambda t: t.others),
+]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.left.weight + self.right.weight) * x
+PARAMETER = [  # one gradient that is not clipped to the smallest bound of its parameter
+    ("missed", lambda t: torch.allclose(t.found, t.plain)),
+    ("one_sided", lambda t: torch.allclose(t.found, t.plain.clamp(max=t.bound))),
+    ("wrong_values", lambda t: True),
+]
 
 
 def examine_groups(answer):
@@ -130,100 +141,90 @@ def examine_groups(answer):
     _examine_groups(answer, {"blocks.1": 0.5})
     _examine_groups(answer, {"blocks.*": 0.125, "**.norm": 0.5})
     _examine_groups(answer, {"**.norm": 0.5, "blocks.*": 0.125, "embed": 1.0})
-    for names in (("left", "right"), ("right", "left")):
-        _examine_neighbour(answer, *names)
-    _examine_two_models(answer)
+    _examine_sums(answer)
 
 
 def _examine_groups(answer, bounds):
     model, tokens = _LanguageModel(), torch.randint(5, (4, 6))
-    plain = {name: grad.clone() for name, grad in _gradients(model, tokens).items()}
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    plain, before = _gradients(model, tokens), Before(model)
     handles = answer(model, dict(bounds))
-    found = handles if isinstance(handles, list | tuple) else [handles]
-    wrong = [item for item in found if isinstance(item, list | tuple) or not hasattr(item, "remove")]
-    if wrong or not isinstance(handles, list | tuple):
-        kind = type((wrong or [handles])[0]).__name__
-        if kind in ("list", "tuple"):
-            refuse("nested_handles", kind=kind)
-        refuse("no_handles", kind=kind)
-    for name, param in model.named_parameters():
-        if param.requires_grad == (name in frozen):
-            refuse("thawed", name=name)
+    refuse_first(HUNG, odd=_no_handles(handles), names=before.frozen() + before.thawed())
     first = _gradients(model, tokens)
-    _compare(model, plain, first, bounds)
-    if any(not torch.allclose(found, first[name]) for name, found in _gradients(model, tokens).items()):
+    _examine_clipped(model, plain, first, bounds)
+    if not all_close(_gradients(model, tokens), first):
         refuse("first_backward_only")
-    (10 * model(tokens).square().sum()).backward()  # onto the gradients of the last one
-    for name, param in model.named_parameters():
-        if name in first and not torch.allclose(param.grad, 2 * first[name]):
+    for name, total in _gradients(model, tokens, clear=False).items():  # onto those of the last one
+        if not torch.allclose(total, 2 * first[name]):
             refuse("clipped_sum", name=name)
     for handle in handles:
         handle.remove()
-    if any(not torch.allclose(found, plain[name]) for name, found in _gradients(model, tokens).items()):
+    if not all_close(_gradients(model, tokens), plain):
         refuse("not_removable")
 
 
-def _gradients(model, x):
-    model.zero_grad()
+def _no_handles(handles):
+    """What is found in place of handles; a list has a `remove` of its own."""
+    if not isinstance(handles, list | tuple):
+        return [handles]
+    return [item for item in handles if isinstance(item, list | tuple) or not hasattr(item, "remove")]
+
+
+def _gradients(model, x, clear=True):
+    if clear:
+        model.zero_grad()
     (10 * model(x).square().sum()).backward()
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-def _compare(model, plain, found, bounds):
-    wanted_bounds, latest = {}, {}
-    for pattern, bound in bounds.items():
-        for layer in select(model, pattern):
-            for name in plain:
-                if name.startswith(f"{layer}."):
-                    wanted_bounds[name] = min(bound, wanted_bounds.get(name, bound))
-                    latest[name] = bound
-    last = list(bounds.values())[-1]
-    chosen = [name for name in plain if name in wanted_bounds]
-    if all(torch.allclose(found[name], plain[name]) for name in chosen):
-        refuse("not_clipped")
-    if len(set(bounds.values())) > 1 and all(
-        torch.allclose(found[name], plain[name].clamp(-last, last)) for name in chosen
-    ):
-        refuse("last_bound", last=last)
-    of_latest = {name: plain[name].clamp(-bound, bound) for name, bound in latest.items()}
-    if latest != wanted_bounds and all(torch.allclose(found[name], of_latest[name]) for name in latest):
-        name = next(name for name in latest if latest[name] != wanted_bounds[name])
-        refuse("latest_pattern", name=name, wanted_bounds=wanted_bounds[name], latest=latest[name])
-    for name in plain:
-        if name not in wanted_bounds and not torch.allclose(found[name], plain[name]):
-            refuse("clipped_others", bounds=list(bounds), name=name)
-    for name in chosen:
-        _compare_one(name, plain[name], found[name], wanted_bounds[name])
+def _examine_clipped(model, plain, found, bounds):
+    layers = [(f"{layer}.", bound) for pattern, bound in bounds.items() for layer in select(model, pattern)]
+    chosen = {name: own for name in plain if (own := [bound for layer, bound in layers if name.startswith(layer)])}
+    changed = [name for name in plain if not torch.allclose(found[name], plain[name])]
+    others, last = [name for name in changed if name not in chosen], [*bounds.values()][-1]
+    gradients = {"plain": plain, "found": found, "chosen": chosen, "changed": changed, "others": others}
+    refuse_first(CLIPPED, **gradients, patterns=[*bounds], last=last)
+    for name, own in chosen.items():
+        if not _clipped(found[name], plain[name], min(own)):
+            refuse_first(PARAMETER, name=name, bound=min(own), found=found[name], plain=plain[name])
 
 
-def _compare_one(name, plain, found, bound):
-    if torch.allclose(found, plain.clamp(-bound, bound)):
-        return
-    if torch.allclose(found, plain):
-        refuse("missed", name=name)
-    if torch.allclose(found, plain.clamp(max=bound)):
-        refuse("one_sided", name=name, bound=bound)
-    refuse("wrong_values", name=name, bound=bound)
+def _clipped(found, plain, bound):
+    return torch.allclose(found, plain.clamp(-bound, bound))
 
 
-def _examine_neighbour(answer, hooked, other):
-    model = _Sum()
-    answer(model, {hooked: 1.0})
-    model(torch.full((1, 2), 5.0)).sum().backward()
-    if not (getattr(model, other).weight.grad == 5).all():
-        refuse("edited_in_place")
+def _all_clipped(t, bound_of):
+    return all(_clipped(t.found[name], t.plain[name], bound_of(own)) for name, own in t.chosen.items())
 
 
-def _examine_two_models(answer):
-    """In float64, each with its own bound for the same pattern."""
-    models = {bound: _Sum().double() for bound in (1.0, 2.0)}
-    refuse_same_object(*[answer(model, {"left": bound}) for bound, model in models.items()])
-    for bound, model in models.items():
-        model(torch.full((1, 2), 5.0, dtype=torch.float64)).sum().backward()
-        if not (model.left.weight.grad == bound).all():
-            found = model.left.weight.grad.max().item()
-            refuse("other_model", bound=bound, found=found)
+def _latest_is_larger(t):
+    larger = [(name, min(own), own[-1]) for name, own in t.chosen.items() if own[-1] > min(own)]
+    if larger:
+        t.name, t.smallest, t.latest = larger[0]
+    return larger
+
+
+def _examine_sums(answer):
+    """Two layers whose parameters are added and so receive a gradient in the same memory; then two models in float64."""
+    for hooked, other in (("left", "right"), ("right", "left")):
+        layers = _sum()
+        answer(layers, {hooked: 1.0})
+        if not (_gradient_of_sum(layers, other) == 5).all():
+            refuse("edited_in_place")
+    models = {bound: _sum().double() for bound in (1.0, 2.0)}
+    refuse_same_object(*[answer(layers, {"left": bound}) for bound, layers in models.items()])
+    for bound, layers in models.items():
+        found = _gradient_of_sum(layers, "left")
+        if not (found == bound).all():
+            refuse("other_model", bound=bound, found=found.max().item())
+
+
+def _sum():
+    return nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("left", "right")})
+
+
+def _gradient_of_sum(layers, name):
+    (5 * (layers["left"].weight + layers["right"].weight)).sum().backward()
+    return layers[name].weight.grad
 
 
 GROUPS = Exercise("25.B", examine_groups, clip_by_group)
@@ -242,6 +243,31 @@ def clip_per_sample(model, loss_fn, inputs, targets, max_norm):
             total += grad * factor
     for param, total in zip(params, totals, strict=True):
         param.grad = total
+
+
+OLD = 100.0  # what each `.grad` is full of, before
+
+LEFT = [  # what the function has left behind
+    ("changed_weights", lambda t: t.before.changed_state()),
+    ("left_hooks", lambda t: t.before.new_hooks()),
+    ("mode_changed", lambda t: t.before.changed_modes()),
+    ("frozen_gradient", lambda t: any(param.grad is not None for param in t.frozen)),
+    ("no_gradient", lambda t: any(param.grad is None or (param.grad == OLD).all() for param in t.params)),
+    ("requires_grad", lambda t: any(param.grad.requires_grad and param.grad.is_leaf for param in t.params)),
+    ("keeps_graph", lambda t: any(param.grad.requires_grad for param in t.params)),
+]
+
+SUMS = [  # what each mistake gives in place of `want`; `samples` has the gradient of each, over all parameters
+    ("running", lambda t: [_running(t, 0.0), _running(t, OLD)]),
+    ("added_to_old", lambda t: [t.want + OLD]),
+    ("batch", lambda t: [capped(t.plain, t.max_norm), capped(t.plain / t.count, t.max_norm)]),
+    ("by_parameter", lambda t: [sum(_flat(capped(part, t.max_norm) for part in split) for split in t.split)]),
+    ("by_entry", lambda t: [sum(sample.clamp(-t.max_norm, t.max_norm) for sample in t.samples)]),
+    ("averaged", lambda t: [t.want / t.count]),
+    ("not_clipped", lambda t: [t.plain, t.plain / t.count]),
+    ("last_one", lambda t: [capped(t.samples[0], t.max_norm), capped(t.samples[-1], t.max_norm)]),
+    ("lengthened", lambda t: [sum(nn.functional.normalize(sample, dim=0) for sample in t.samples) * t.max_norm]),
+]
 
 
 def examine_per_sample(answer):
@@ -263,107 +289,37 @@ def _distance(output, target):
 
 def _examine_per_sample(answer, model, inputs, targets, loss_fn, max_norm):
     params = [param for param in model.parameters() if param.requires_grad]
-    before = copy.deepcopy(model.state_dict())
-    pairs = list(zip(inputs.split(1), targets.split(1), strict=True))
+    pairs = zip(inputs.split(1), targets.split(1), strict=True)
     samples = [_flat(torch.autograd.grad(loss_fn(model(x), y), params)) for x, y in pairs]
-    old = [torch.full_like(param, 100.0) for param in params]
-    for param, gradient in zip(params, old, strict=True):
-        param.grad = gradient.clone()
-    hooks = hooks_on(model)
+    for param in params:
+        param.grad = torch.full_like(param, OLD)
+    before = Before(model)
     answer(model, loss_fn, inputs, targets, max_norm)
-    if any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
-        refuse("changed_weights")
-    if hooks_on(model) != hooks:
-        refuse("left_hooks")
-    if not model.training:
-        refuse("mode_changed")
-    if any(param.grad is not None for param in model.parameters() if not param.requires_grad):
-        refuse("frozen_gradient")
-    if any(param.grad is None or torch.equal(param.grad, gradient)
-           for param, gradient in zip(params, old, strict=True)):  # fmt: skip
-        refuse("no_gradient")
-    found = _flat([param.grad for param in params])
-    if any(param.grad.requires_grad and param.grad.is_leaf for param in params):
-        refuse("requires_grad")
-    if any(param.grad.requires_grad for param in params):
-        refuse("keeps_graph")
-    _diagnose(found, _flat(old), samples, [param.numel() for param in params], max_norm)
-
-
-def _flat(tensors):
-    return torch.cat([tensor.flatten() for tensor in tensors]).detach()
-
-
-def _capped(tensor, max_norm):
-    return tensor * (max_norm / tensor.norm()).clamp(max=1)
-
-
-def _diagnose(found, old, samples, sizes, max_norm):
-    want = sum(_capped(sample, max_norm) for sample in samples)
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    refuse_first(LEFT, before=before, params=params, frozen=frozen)
+    found, want = _flat(param.grad for param in params), sum(capped(sample, max_norm) for sample in samples)
     if torch.allclose(found, want, rtol=1e-3, atol=1e-4):
         return
     if found.isnan().any():
         refuse("nan_at_zero")
     if not found.any():
         refuse("all_zero")
-    parts = [torch.split(sample, sizes) for sample in samples]
-    by_parameter = sum(_flat([_capped(part, max_norm) for part in split]) for split in parts)
-    total = sum(samples)
-    running, running_on_old = torch.zeros_like(old), old
-    for sample in samples:
-        running, running_on_old = (_capped(value + sample, max_norm) for value in (running, running_on_old))
-    guesses = {
-        "running": (
-            [running, running_on_old],
-            "每来一个样本，就把 `.grad` 里到此为止的和裁了一遍；要裁的是这一个样本的梯度。",
-            "With each sample the sum so far in `.grad` was clipped; clip the gradient of that one sample.",
-        ),
-        "added_to_old": (
-            [want + old],
-            "结果加到了原有的 `.grad` 上面；原有的应当丢弃。",
-            "The result was added to what `.grad` held before; that should be dropped.",
-        ),
-        "batch": (
-            [_capped(total, max_norm), _capped(total / len(samples), max_norm)],
-            "这是先求和（或求平均）、再按范数裁剪：离群的样本已经混进去了。",
-            "This is the sum (or the mean) first and then the norm: the outlier is mixed in already.",
-        ),
-        "by_parameter": (
-            [by_parameter],
-            "每个参数各裁各的：一个样本的范数，要把它在全部参数上的梯度合起来算。",
-            "Each parameter was capped by itself: the norm of a sample is that of its gradients over all parameters.",
-        ),
-        "by_entry": (
-            [sum(sample.clamp(-max_norm, max_norm) for sample in samples)],
-            "每个元素被单独截断了，样本梯度的方向变了。要按范数等比例缩短。",
-            "Every entry was clipped on its own, and the direction of a sample's gradient has changed. Shorten by the norm, in "
-            "proportion.",
-        ),
-        "averaged": (
-            [want / len(samples)],
-            "这是平均，要的是求和。",
-            "This is the mean; the sum was asked for.",
-        ),
-        "not_clipped": (
-            [total, total / len(samples)],
-            "这是没有裁剪的梯度。",
-            "This is the gradient without any clipping.",
-        ),
-        "last_one": (
-            [_capped(sample, max_norm) for sample in (samples[0], samples[-1])],
-            "`.grad` 里只有一个样本的份：先来的被盖住了，还是后来的没有算进去？",
-            "`.grad` holds one sample's share: were the earlier ones replaced, or the later ones left out?",
-        ),
-        "lengthened": (
-            [sum(sample * max_norm / sample.norm().clamp(min=1e-12) for sample in samples)],
-            "范数小于 `max_norm` 的样本被拉长了，它们应当原样相加。",
-            "Samples whose norm is below `max_norm` were made longer; they should be added as they are.",
-        ),
-    }
-    for reason, (values, zh, en) in guesses.items():
-        if any(torch.allclose(found, value, rtol=1e-3, atol=1e-4) for value in values):
-            refuse(reason, zh=zh, en=en)
-    refuse("wrong_values", count_samples=len(samples), max_norm=max_norm, want=want.norm(), found=found.norm())
+    facts = {"plain": sum(samples), "count": len(samples), "max_norm": max_norm, "want": want}
+    split = [sample.split([param.numel() for param in params]) for sample in samples]
+    refuse_result_of(SUMS, found, samples=samples, split=split, **facts)
+    refuse("wrong_values", count=len(samples), max_norm=max_norm, want_norm=want.norm(), found_norm=found.norm())
+
+
+def capped(tensor, max_norm):
+    return tensor * (max_norm / tensor.norm()).clamp(max=1)
+
+
+def _running(t, start):
+    """With each sample the sum so far is clipped."""
+    total = torch.full_like(t.want, start)
+    for sample in t.samples:
+        total = capped(total + sample, t.max_norm)
+    return total
 
 
 PER_SAMPLE = Exercise("25.C", examine_per_sample, clip_per_sample)

@@ -6,7 +6,7 @@ import io
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,98 +14,34 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from hooklab.course.check import Exercise, refuse, said, within
+from hooklab.course.check import Exercise, refuse, refuse_first, within
+from hooklab.course.checks.calls import equal, raised
+from hooklab.course.checks.pairs import (
+    UNPACKED,
+    Watched,
+    differs,
+    expect_pair,
+    refuse_latest_pair,
+    refuse_unpacked_once,
+)
+
+# ---- for all of them: what a pair holds ----
 
 
-def _two(got: Any) -> tuple[Callable, Callable]:
-    """The pair of functions that an answer has returned."""
-    if not (isinstance(got, tuple | list) and len(got) == 2 and all(callable(one) for one in got)):
-        refuse("no_pair", got=got)
-    return got[0], got[1]
+def place(tensor: Tensor) -> int:
+    """The address of the memory that a tensor shares with its views."""
+    return tensor.untyped_storage().data_ptr()
 
 
-class _Watched:
-    """A pair under observation: what was packed, and whether what is unpacked is what it was."""
-
-    def __init__(self, pair: Any, want: Callable[[Tensor], Tensor] = torch.clone):
-        self.inner_pack, self.inner_unpack = _two(pair)
-        self.want, self.packs, self.unpacks = want, 0, 0
-
-    def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self.pack, self.unpack)
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        self.packs += 1
-        packed = self.inner_pack(tensor)
-        self.examine(tensor, packed)
-        return self.want(tensor.detach()), packed
-
-    def examine(self, tensor: Tensor, packed: Any) -> None:
-        pass
-
-    def unpack(self, kept: tuple[Tensor, Any]) -> Tensor:
-        self.unpacks += 1
-        want, packed = kept
-        got = self.inner_unpack(packed)
-        _examine_unpacked(got, want, self.other_precision(packed, want.numel()))
-        return got
-
-    def other_precision(self, packed: Any, count: int) -> str:
-        """The floating dtype of the `count` elements that were packed, where it is not the one that the exercise asks for."""
-        return ""
-
-
-def _examine_unpacked(got: Any, want: Tensor, other_precision: str = "") -> None:
-    if not isinstance(got, Tensor):
-        refuse("not_a_tensor", got=got)
-    if got.dtype != want.dtype:
-        refuse(
-            "wrong_dtype" if want.numel() else "empty_dtype",
-            zh=f"打包的是 `{want.dtype}`，形状 `{list(want.shape)}`，解包还回的是 `{got.dtype}`。PyTorch 未必报错，但约定没有守住。",
-            en=f"Packed was `{want.dtype}`, shape `{list(want.shape)}`, unpacked `{got.dtype}`. PyTorch may raise no error, but the "
-            "contract is broken.",
-        )
-    if got.shape != want.shape:
-        refuse("wrong_shape", want_shape=list(want.shape), got_shape=list(got.shape))
-    if not torch.equal(_bits(got), _bits(want)):
-        at = int(torch.ne(_bits(got), _bits(want)).nonzero()[0]) // want.itemsize
-        found, wanted = (one.detach().reshape(-1)[at].item() for one in (got, want))
-        if other_precision and want.dtype == torch.float32:
-            refuse(
-                "other_precision",
-                want=want,
-                want_shape=list(want.shape),
-                other_precision=other_precision,
-                at=at,
-                wanted=wanted,
-                found=found,
-            )
-        refuse(
-            "wrong_values" if want.dtype in (torch.float32, torch.bool) else "changed_others",
-            zh=f"一个 `{want.dtype}`、形状 `{list(want.shape)}` 的张量，解包之后数值不对。第 {at} 个元素应当是 "
-            f"`{wanted}`，得到的是 `{found}`。",
-            en=f"A tensor of `{want.dtype}`, shape `{list(want.shape)}`, has other values after unpacking. Element {at} "
-            f"should be `{wanted}`, found `{found}`.",
-        )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    whole = tensor.detach().clone(memory_format=torch.contiguous_format)  # numpy's empty arrays step by 0
-    return whole.reshape(-1).view(torch.uint8)
-
-
-def _examine_freed(pair_of: Callable[[], Any]) -> None:
-    """Nothing may stay behind: after backward, and where a graph is dropped without one."""
-    if _held(_two(pair_of()), backward=True):
+def refuse_kept(make: Callable[[], Any]) -> None:
+    """A pair that `make` returns may leave nothing behind: after backward, and where a graph is dropped without one."""
+    if _holder(expect_pair(make()), backward=True):
         refuse("kept_elsewhere")
-    pair = _two(pair_of())
-    if held := _held(pair, backward=False):
-        if held == "pair":
-            refuse("kept_if_dropped")
-        refuse("never_freed")
+    if holder := _holder(expect_pair(make()), backward=False):
+        refuse("kept_if_dropped" if holder == "pair" else "never_freed")
 
 
-def _held(pair: tuple[Callable, Callable], *, backward: bool) -> str:
+def _holder(pair: tuple[Callable, Callable], *, backward: bool) -> str:
     """Who still holds what was packed: the pair, a graph that is never freed, or "" for nobody."""
     held = []
     for _ in range(2):  # what is made once and for all is no leak
@@ -118,27 +54,19 @@ def _held(pair: tuple[Callable, Callable], *, backward: bool) -> str:
         memory = weakref.ref(y.untyped_storage())
         del x, y, z
         gc.collect()
-        held.append(sum(map(_content, within(pair))))
+        held.append(sum(map(content, within(pair))))
     if held[1] > held[0]:
         return "pair"
     return "graph" if memory() is not None else ""
 
 
-def _content(part: Any) -> int:
-    """The bytes of content in this object alone: a tensor, bytes, an array."""
+def content(part: Any) -> int:
+    """The bytes of content in this object alone: a tensor, bytes, an array of numpy."""
     if isinstance(part, Tensor):
         return part.untyped_storage().nbytes()
     if isinstance(part, bytes | bytearray):
         return len(part)
-    return part.nbytes if isinstance(getattr(part, "nbytes", None), int) else 0  # numpy
-
-
-def _again(loss: Tensor) -> None:
-    """A second backward, which unpacks everything once more."""
-    try:
-        loss.backward()
-    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        refuse("unpacked_once", error=error)
+    return part.nbytes if isinstance(getattr(part, "nbytes", None), int) else 0
 
 
 # ---- 32.A: a pair that keeps the books ----
@@ -161,64 +89,43 @@ def counting(counts):
 
 def examine_counting(answer):
     counts, others = {}, {}
-    watched = _Watched(answer(counts))
-    _two(answer(others))
-    x = torch.tensor([1.0, 2.0, -0.5, 0.25, 3.0], dtype=torch.float64, requires_grad=True)
-    part = x[1:4]
+    watched = Watched(answer(counts))
+    expect_pair(answer(others))
+    part = torch.tensor([1.0, 2.0, -0.5, 0.25, 3.0], dtype=torch.float64, requires_grad=True)[1:4]
     with watched.hooks():
         y = torch.mul(part, part).exp()
     if not counts:
         refuse("empty_books")
-    _examine_number("packed", counts, watched.packs)
-    _examine_number("bytes", counts, 3 * part.nbytes)
-    _examine_entry("unpacked", counts)  # how often: not yet
+    for name in ("packed", "bytes", "unpacked"):
+        if name not in counts:
+            refuse("no_entry", name=name, entries=sorted(map(str, counts)))
+    _expect_counts(counts, packed=watched.packs, bytes=3 * part.nbytes)
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    _examine_number("packed", counts, watched.packs)
+    _expect_counts(counts, packed=watched.packs)
     with watched.hooks():
         torch.mul(part, part)  # the next step goes on with the same books
-    _examine_number("unpacked", counts, watched.unpacks)
-    _examine_number("bytes", counts, 5 * part.nbytes)
+    _expect_counts(counts, unpacked=watched.unpacks, bytes=5 * part.nbytes)
     if others.get("packed", 0):
         refuse("shared_books")
     _examine_other_bytes(answer)
-    _examine_freed(lambda: answer({}))
+    refuse_kept(lambda: answer({}))
+
+
+def _expect_counts(counts, **wanted):
+    for name, want in wanted.items():
+        if (found := counts.get(name)) != want:
+            refuse(f"wrong_{name}", found=found, want=want, tensors=want // 24)
 
 
 def _examine_other_bytes(answer):
     """Another dtype, two dimensions, and none."""
     for x in (torch.ones(2, 3, requires_grad=True), torch.ones((), dtype=torch.bfloat16, requires_grad=True)):
         counts = {}
-        with saved_tensors_hooks(*_two(answer(counts))):
+        with saved_tensors_hooks(*expect_pair(answer(counts))):
             x.sin()
         if (found := counts.get("bytes")) != x.nbytes:
-            refuse("other_bytes", x=x, x_shape=list(x.shape), x_nbytes=x.nbytes, found=found)
-
-
-def _examine_entry(name, counts):
-    if name not in counts:
-        refuse("no_entry", name=name, str=sorted(map(str, counts)))
-
-
-def _examine_number(name, counts, want):
-    _examine_entry(name, counts)
-    if counts[name] != want:
-        zh, en = {
-            "packed": (
-                f"`part = x[1:4]`，前向 `torch.mul(part, part).exp()` 打包了 {want} 次",
-                f"`part = x[1:4]`, and the forward `torch.mul(part, part).exp()` packed {want} times",
-            ),
-            "unpacked": (f"两次反向一共解包了 {want} 次", f"two runs of backward unpacked {want} times"),
-            "bytes": (
-                f"打包的 {want // 24} 个张量各有 3 个 `torch.float64` 元素，共 {want} 字节",
-                f"the {want // 24} tensors that were packed have 3 `torch.float64` elements each, {want} bytes in all",
-            ),
-        }[name]
-        refuse(
-            f"wrong_{name}",
-            zh=f'这一次，{zh}，`counts["{name}"]` 记的是 `{counts[name]}`。',
-            en=f'In this run {en}; `counts["{name}"]` says `{counts[name]}`.',
-        )
+            refuse("other_bytes", x=x, shape=list(x.shape), found=found)
 
 
 COUNTING = Exercise("32.A", examine_counting, counting)
@@ -243,11 +150,10 @@ class _Listed:
     """A pair that packs to an index, and notes how often it was used."""
 
     def __init__(self):
-        self.kept, self.places, self.packs, self.unpacks = [], [], 0, 0
+        self.kept, self.places, self.unpacks = [], [], 0
 
     def pack(self, tensor):
-        self.packs += 1
-        self.places.append((tensor.untyped_storage().data_ptr(), tensor.requires_grad))
+        self.places.append((place(tensor), tensor.requires_grad))
         self.kept.append(tensor.detach())
         return len(self.kept) - 1
 
@@ -256,136 +162,94 @@ class _Listed:
         return self.kept[index]
 
 
+def _edit_alias(run):
+    del run.h  # of which a weak reference now finds nothing
+    run.alias[0] = 5.0
+
+
+def _edit_late(run):
+    run.y.sum().backward(retain_graph=True)
+    run.h.add_(1)
+
+
+UNEDITED = [  # how often `h` is edited before anything is packed, and what packs it: unpacking may not raise
+    ("false_alarm", 0, lambda h, other: torch.mul(h, h)),
+    ("edits_before", 2, lambda h, other: torch.mul(h, h)),
+    ("mixed_up", 1, lambda h, other: other.exp() + h.sin()),
+]
+
+EDITED = [  # what is done after `h` was packed: unpacking has to raise
+    ("unnoticed", lambda run: run.h[0].fill_(5.0)),
+    ("same_values", lambda run: run.h.add_(0)),
+    ("unnoticed_alias", _edit_alias),
+    ("checked_once", _edit_late),
+]
+
+INNER = [  # the pair that was given, when two tensors were packed and unpacked by the new one
+    ("not_inner", lambda t: (t.packs, t.unpacks) != (2, 2)),
+    ("other_tensor", lambda t: t.places != [(place(t.h), True)] * 2),
+]
+
+
 def examine_checked(answer):
-    for make in (_Listed, lambda: None):
-        inner = make()
-        pair = (inner.pack, inner.unpack) if inner else (torch.clone, lambda packed: packed)
-        _examine_unedited(lambda pair=pair: answer(*pair), inner)
+    listed = _Listed()
+    for pair in ((listed.pack, listed.unpack), (torch.clone, lambda packed: packed)):
+        for key, edits, forward in UNEDITED:
+            _examine_unedited(answer(*pair), key, edits, forward)
         _examine_edited(lambda pair=pair: answer(*pair))
-    _examine_inner_result(answer)
-    _examine_freed(lambda: answer(torch.detach, lambda packed: packed))
-    first = _two(answer(torch.detach, lambda packed: packed))
-    answer(torch.zeros_like, lambda packed: packed)
-    if not torch.equal(first[1](first[0](torch.ones(2))), torch.ones(2)):
-        _refuse_latest()
+    _examine_inner(answer)
+    refuse_kept(lambda: answer(torch.detach, lambda packed: packed))
+    inner = [(pack, lambda packed: packed) for pack in (torch.detach, torch.zeros_like)]
+    refuse_latest_pair(answer, *inner, torch.ones(2))
 
 
-def _refuse_latest():
-    refuse("latest_call")
-
-
-def _examine_inner_result(answer):
-    pack, unpack = _two(answer(torch.detach, lambda packed: packed + 1))
-    got = unpack(pack(torch.zeros(2)))
-    if not isinstance(got, Tensor) or not torch.equal(got, torch.ones(2)):
-        refuse("other_result")
-
-
-def _examine_unedited(pair_of, inner):
-    x = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
-    watched, used = _Watched(pair_of()), (inner.packs, inner.unpacks) if inner else None
+def _examine_unedited(pair, key, edits, forward):
+    x, watched = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True), Watched(pair)
     h = x * 2
+    for _ in range(edits):
+        h += 1
     with watched.hooks():
-        y = torch.mul(h, h)
-    _backward(
-        y,
-        "false_alarm",
-        "前后都没有原地改写过任何张量（有一个元素是 `nan`，它和谁都不相等，和自己也不）",
-        "no tensor was edited in place at all (one element is `nan`, which equals nothing, not even itself)",
-    )
-    if inner and (inner.packs - used[0], inner.unpacks - used[1]) != (2, 2):
-        refuse("not_inner", inner=inner.packs - used[0], inner2=inner.unpacks - used[1])
-    if inner and inner.places[-2:] != [(h.untyped_storage().data_ptr(), True)] * 2:
-        refuse("other_tensor")
-    watched, h = _Watched(pair_of()), x * 2
-    h += 1
-    h += 1
-    with watched.hooks():
-        y = torch.mul(h, h)
-    _backward(y, "edits_before", "改写发生在打包之前，打包之后没有再改", "the edits came before packing, none after")
-    watched, h, other = _Watched(pair_of()), x * 2, x * 3
-    h += 1
-    with watched.hooks():
-        y = other.exp() + h.sin()
-    _backward(
-        y,
-        "mixed_up",
-        "打包了两个张量，版本各不相同，打包之后都没有改写",
-        "two tensors were packed, of different versions, and neither was edited after packing",
-    )
-
-
-def _backward(y, reason, zh, en):
+        y = forward(h, x * 3)
     try:
         y.sum().backward()
     except RuntimeError as error:
-        refuse(
-            reason,
-            zh=f"{zh}，解包时却抛出了 `{said(error)[:100]}`。",
-            en=f"Here {en}, yet unpacking raised `{said(error)[:100]}`.",
-        )
+        refuse(key, error=error)
 
 
-def _examine_edited(pair_of):
+def _examine_edited(make):
+    run = _packed(make())
+    run.y.sum().backward(retain_graph=True)
+    refuse_unpacked_once(run.y.sum())
+    for key, edit in EDITED:
+        run = _packed(make())
+        edit(run)
+        error = raised(run.y.sum().backward)
+        if error is None:
+            refuse(key)
+        if not isinstance(error, RuntimeError):
+            refuse("other_error", error=error)
+
+
+def _packed(pair):
+    """A forward that packs two tensors, `h` the first of them."""
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     h, other = x * 2, x * 3
-    with saved_tensors_hooks(*_two(pair_of())):
-        y = h.sin() + other.sin()
-    h[0] = 5.0
-    _must_raise(
-        y,
-        "unnoticed",
-        "两个张量打包之后，头一个有一个元素被原地改写",
-        "two tensors were packed, and then one element of the first was edited in place",
-    )
-    h = x * 2
-    with saved_tensors_hooks(*_two(pair_of())):
-        y = h.sin()
-    h += 0
-    _must_raise(
-        y,
-        "same_values",
-        "打包之后执行了 `h += 0`，数值没变，没有钩子时 PyTorch 照样报错",
-        "`h += 0` ran after packing: the values are the same, and without hooks PyTorch raises all the same",
-    )
-    h = x * 2
     alias = h.detach()
-    with saved_tensors_hooks(*_two(pair_of())):
-        y = h.sin()
-    del h
-    alias[0] = 5.0
-    _must_raise(
-        y,
-        "unnoticed_alias",
-        "打包之后，变量 `h` 删掉了，再通过先前的 `h.detach()` 改写同一块内存",
-        "after packing, the variable `h` was deleted, and then the same memory was edited through an earlier `h.detach()`",
-    )
-    h = x * 2
-    with saved_tensors_hooks(*_two(pair_of())):
-        y = h.sin()
-    y.sum().backward(retain_graph=True)
-    _again(y.sum())
-    h = x * 2
-    with saved_tensors_hooks(*_two(pair_of())):
-        y = h.sin()
-    y.sum().backward(retain_graph=True)
-    h += 1
-    _must_raise(
-        y,
-        "checked_once",
-        "第一次反向之后才改写，接着做第二次反向",
-        "the edit came after a first backward, and then there was a second",
-    )
+    with saved_tensors_hooks(*expect_pair(pair)):
+        y = h.sin() + other.sin()
+    return SimpleNamespace(h=h, alias=alias, other=other, y=y)
 
 
-def _must_raise(y, reason, zh, en):
-    try:
-        y.sum().backward()
-    except RuntimeError:
-        return
-    except Exception as error:
-        refuse("other_error", error=said(error)[:100])
-    refuse(reason, zh=f"{zh}，解包时却没有报错。", en=f"In this run {en}; unpacking raised nothing.")
+def _examine_inner(answer):
+    inner = _Listed()
+    h = torch.ones(3, requires_grad=True) * 2
+    with saved_tensors_hooks(*answer(inner.pack, inner.unpack)):
+        y = torch.mul(h, h)
+    y.sum().backward()
+    refuse_first(INNER, h=h, packs=len(inner.kept), unpacks=inner.unpacks, places=inner.places)
+    pack, unpack = answer(torch.detach, lambda packed: packed + 1)
+    if not equal(unpack(pack(torch.zeros(2))), torch.ones(2)):
+        refuse("other_result")
 
 
 CHECKED = Exercise("32.B", examine_checked, checked)
@@ -426,55 +290,57 @@ class _Reader(nn.Module):
         return F.linear(hidden * self.scale * self.scale.detach(), self.weight[2:, :4])
 
 
-class _Halving(_Watched):
+PACKED = [  # each tensor as it is packed
+    ("copied_buffer-temporary", lambda t: t.copied and t.buffer and t.buffer not in t.stored),
+    ("copied_buffer", lambda t: t.copied and t.buffer),
+    ("copied_slice", lambda t: t.copied and t.tensor.storage_offset()),
+    ("copied_parameter", lambda t: t.copied and t.tensor.requires_grad),
+    ("copied_detached", lambda t: t.copied),
+    ("not_halved", lambda t: not t.own and t.tensor.dtype == torch.float32 and t.size > t.tensor.nbytes // 2),
+]
+
+
+def _other_precision(t):
+    """Whether what was packed stands there in a floating dtype that the exercise does not ask for."""
+    parts = [part for part in within(t.packed) if _count(part) == t.want.numel()]  # not a scale beside integers
+    dtypes = {str(getattr(part, "dtype", "")) for part in parts}  # also of numpy
+    floats = sorted(dtype for dtype in dtypes if "float" in dtype)
+    t.precision = ", ".join(floats)
+    return floats and not {"torch.bfloat16", "torch.float32"} & set(floats)
+
+
+class _Halving(Watched):
     """Watches what is copied: nothing of the model, and half of each float32."""
+
+    mistakes = (
+        *UNPACKED[:-1],
+        ("other_precision", lambda t: t.want.dtype == torch.float32 and differs(t) and _other_precision(t)),
+        UNPACKED[-1],
+    )
 
     def __init__(self, pair: Any, model: nn.Module):
         super().__init__(pair, self.rounded)
-        self.params = {_place(param) for param in model.parameters()}
-        self.buffers = {_place(buffer): name for name, buffer in model.named_buffers()}
+        self.buffers = {place(buffer): name for name, buffer in model.named_buffers()}
+        self.own = {place(param) for param in model.parameters()} | set(self.buffers)
         self.stored = set(model.state_dict())
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        own = _place(tensor) in self.params | set(self.buffers)
+        own = place(tensor) in self.own
         return tensor.clone() if own or tensor.dtype != torch.float32 else tensor.bfloat16().float()
 
-    def other_precision(self, packed: Any, count: int) -> str:
-        parts = [part for part in within(packed) if _count(part) == count]  # not a scale beside integers
-        dtypes = {str(getattr(part, "dtype", "")) for part in parts}  # also of numpy
-        floats = sorted(dtype for dtype in dtypes if "float" in dtype)
-        return "" if {"torch.bfloat16", "torch.float32"} & set(floats) else ", ".join(floats)
-
     def examine(self, tensor: Tensor, packed: Any) -> None:
-        place, kept = _place(tensor), [part for part in within(packed) if isinstance(part, Tensor)]
-        if place in self.params | set(self.buffers) and any(_place(one) != place for one in kept):
-            kind = "slice" if tensor.storage_offset() else "parameter" if tensor.requires_grad else "detached"
-            kind = "buffer" if place in self.buffers else kind
-            zh, en = {
-                "buffer": (
-                    f"缓冲区 `{self.buffers.get(place)}`",
-                    f"the buffer `{self.buffers.get(place)}`",
-                ),
-                "slice": ("一个参数的切片", "a slice of a parameter"),
-                "detached": ("一个参数的 `detach()`", "what `detach()` makes of a parameter"),
-                "parameter": ("一个参数，或它的转置", "a parameter, or its transpose"),
-            }[kind]
-            left_out = kind == "buffer" and self.buffers[place] not in self.stored
-            refuse(
-                f"copied_{kind}",
-                zh=f"打包时复制了{zh}，形状 `{list(tensor.shape)}`：它本来就在内存里，复制只会更多。"
-                + ("`state_dict()` 里没有它，它是用 `persistent=False` 注册的；`buffers()` 里有。" if left_out else ""),
-                en=f"Packing has made a copy of {en}, shape `{list(tensor.shape)}`: it lives anyway, and a copy only adds."
-                + (
-                    " It is not in `state_dict()`, being registered with `persistent=False`; `buffers()` has it."
-                    if left_out
-                    else ""
-                ),
-            )
-        if tensor.dtype == torch.float32 and place not in self.params | set(self.buffers):
-            size = sum({_place(one): one.untyped_storage().nbytes() for one in kept}.values())
-            if size > tensor.nbytes // 2:
-                refuse("not_halved", tensor_nbytes=tensor.nbytes, size=size, tensor_shape=list(tensor.shape))
+        own = place(tensor) in self.own
+        sizes = {place(part): content(part) for part in within(packed) if isinstance(part, Tensor)}
+        refuse_first(
+            PACKED,
+            tensor=tensor,
+            shape=list(tensor.shape),
+            own=own,
+            copied=own and sizes.keys() - {place(tensor)},
+            buffer=self.buffers.get(place(tensor)),
+            stored=self.stored,
+            size=sum(sizes.values()),
+        )
 
 
 def _count(part: Any) -> Any:
@@ -482,24 +348,16 @@ def _count(part: Any) -> Any:
     return part.numel() if isinstance(part, Tensor) else getattr(part, "size", None)
 
 
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def examine_half_precision(answer):
     torch.manual_seed(0)
     model = _Reader()
     watched = _Halving(answer(model), model)
-    indices = torch.tensor([[1, 999], [257, 1000], [3, 513], [2, 7]])
     with watched.hooks():
-        y = model(indices)
+        y = model(torch.tensor([[1, 999], [257, 1000], [3, 513], [2, 7]]))
     y.sum().backward(retain_graph=True)
-    _examine_freed(lambda: answer(model))
-    _again(y.sum())
-    first, weight = _two(answer(model)), model.first.weight.detach()
-    answer(nn.Linear(2, 2))
-    if not torch.equal(first[1](first[0](weight)), weight):
-        _refuse_latest()
+    refuse_kept(lambda: answer(model))
+    refuse_unpacked_once(y.sum())
+    refuse_latest_pair(answer, (model,), (nn.Linear(2, 2),), model.first.weight.detach())
 
 
 HALF_PRECISION = Exercise("32.C", examine_half_precision, half_precision)
@@ -526,19 +384,19 @@ def as_bits():
     return pack, unpack
 
 
-class _Bits(_Watched):
+class _Bits(Watched):
     """Watches how many bytes a mask takes when it is packed."""
 
     def examine(self, tensor: Tensor, packed: Any) -> None:
-        size = sum(map(_bytes, within(packed)))
-        if tensor.dtype == torch.bool and tensor.numel() >= 10_000 and size > tensor.numel() // 8 + 2000:
-            refuse("not_smaller", tensor=tensor.numel(), size=size, tensor2=tensor.numel() // 8)
+        size, count = sum(map(_bytes, within(packed))), tensor.numel()
+        if tensor.dtype == torch.bool and count >= 10_000 and size > count // 8 + 2000:
+            refuse("not_smaller", count=count, size=size, enough=count // 8)
 
 
 def _bytes(part: Any) -> int:
     """Of this object alone."""
     holders = list | tuple | set | dict | str | int | array.array | io.BytesIO
-    return _content(part) or (sys.getsizeof(part) if isinstance(part, holders) else 0)
+    return content(part) or (sys.getsizeof(part) if isinstance(part, holders) else 0)
 
 
 def examine_as_bits(answer):
@@ -546,31 +404,28 @@ def examine_as_bits(answer):
     for shape in ((16,), (3, 5), (2, 3, 7), (), (1,), (0,), (0, 3), (200, 300)):
         _examine_mask(answer, torch.randn(shape), torch.rand(shape) < 0.4)
     _examine_mask(answer, torch.randn(5, 9), (torch.rand(9, 5) < 0.4).t())
-    watched = _Bits(answer())
     x = torch.tensor([[0.5, -1.0, 3.0, 7.0]], requires_grad=True)
-    with watched.hooks():
+    with _Bits(answer()).hooks():
         y = F.max_pool1d(torch.mul(x, x), 2) * torch.tensor([3, 255], dtype=torch.uint8)
     y.sum().backward()
     _examine_two_masks(answer)
     _examine_mask_dropped(answer)
-    _examine_freed(answer)
+    refuse_kept(answer)
 
 
 def _examine_mask(answer, values, mask):
     x = values.requires_grad_()
-    watched = _Bits(answer())
-    with watched.hooks():
+    with _Bits(answer()).hooks():
         y = x.masked_fill(mask, 0.0)
         z = torch.where(mask, x, -x)
     (y.sum() + z.sum()).backward(retain_graph=True)
-    _again(y.sum() + z.sum())
+    refuse_unpacked_once(y.sum() + z.sum())
 
 
 def _examine_two_masks(answer):
     """Both packed before either is unpacked."""
     wide, tall = torch.randn(2, 3, requires_grad=True), torch.randn(9, requires_grad=True)
-    watched = _Watched(answer())
-    with watched.hooks():
+    with Watched(answer()).hooks():
         loss = wide.masked_fill(wide > 0, 0.0).sum() + tall.masked_fill(tall > 0, 0.0).sum()
     try:
         loss.backward()
@@ -579,17 +434,16 @@ def _examine_two_masks(answer):
 
 
 def _examine_mask_dropped(answer):
-    pair, x = _two(answer()), torch.randn(100, requires_grad=True)
+    x = torch.randn(100, requires_grad=True)
     mask = x.detach() > 0
-    with saved_tensors_hooks(*pair):
+    with saved_tensors_hooks(*expect_pair(answer())):
         y = x.masked_fill(mask, 0.0)
     memory = weakref.ref(mask.untyped_storage())
     del mask
     gc.collect()
     if memory() is not None:
         refuse("mask_kept")
-    with suppress(RuntimeError):
-        y.sum().backward()
+    y.sum().backward()  # until then the graph has kept what was packed
 
 
 AS_BITS = Exercise("32.D", examine_as_bits, as_bits)

@@ -1,20 +1,29 @@
 """Checks of notebook 33: offloading to CPU memory."""
 
-import array
 import gc
-import io
-import math
 import re
-import sys
 import weakref
+from contextlib import suppress
 from decimal import Decimal
+from functools import partial
+from math import isclose
 from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
-from hooklab._support.packing import outer_hooks
-from hooklab.course.check import Exercise, Refused, refuse, within
+from hooklab._support.torch_private import close_hooks, outer_hooks
+from hooklab.course.check import Exercise, Phrase, Refused, refuse, refuse_first, said, within
+from hooklab.course.checks.calls import equal
+from hooklab.course.checks.stores import (
+    CountingStore,
+    content_bytes,
+    dtype_and_shape,
+    edited,
+    holds_memory,
+    reads_back,
+    same_bits,
+)
 from hooklab.saved import Offload
 
 # ---- 33.A: bytes over bandwidth ----
@@ -27,20 +36,35 @@ def step_seconds(forward, backward, nbytes, bandwidth, overlap):
     return forward + backward + 2 * one_way
 
 
-# Forward 1 s, backward 2 s; a copy of 1.5 s is hidden behind the one and not behind the other.
-FORWARD, BACKWARD, NBYTES, BANDWIDTH = 1.0, 2.0, 60e9, 40.0
+_close = partial(isclose, rel_tol=1e-6)
+
+FIRST = 1.0, 2.0, 60e9, 40.0  # one way takes 1.5 s: backward is long enough to hide it, forward is not
+REST = (0.085, 0.17, 45.4e9, 55.0), (0.5, 0.25, 10e9, 25.0), (0.1, 0.2, 0, 10.0)
+
+SERIAL = [  # the first call, without overlap: 3 s of computing and 3 s of moving
+    ("one_way", lambda t: _close(t.got, 3 + 1.5)),
+    ("bits", lambda t: _close(t.got, 3 + 8 * 3)),
+    ("gibibytes", lambda t: _close(t.got, 3 + 3 * 1e9 / 2**30)),
+    ("no_unit", lambda t: t.got > 1e6),
+    ("hidden_anyway", lambda t: t.got < 3 + 1.5),
+    ("wrong_serial", lambda t: not _close(t.got, 3 + 3)),
+]
+
+OVERLAPPED = [  # the first call, with overlap: 1.5 s in forward and 2 s in backward
+    ("overlap_ignored", lambda t: _close(t.got, 3 + 3)),
+    ("whole_step", lambda t: _close(t.got, max(3, 3))),
+    ("too_good", lambda t: t.got < 3),
+    ("wrong_overlap", lambda t: not _close(t.got, 1.5 + 2)),
+]
 
 
 def examine_step_seconds(answer):
-    serial = _number(answer(FORWARD, BACKWARD, NBYTES, BANDWIDTH, False))
-    _examine_serial(serial)
-    overlapped = _number(answer(FORWARD, BACKWARD, NBYTES, BANDWIDTH, True))
-    _examine_overlapped(overlapped)
-    for arguments in [(0.085, 0.17, 45.4e9, 55.0), (0.5, 0.25, 10e9, 25.0), (0.1, 0.2, 0, 10.0)]:
-        for overlap in (False, True):
-            got, want = _number(answer(*arguments, overlap)), step_seconds(*arguments, overlap)
-            if not math.isclose(got, want, rel_tol=1e-6):
-                refuse("one_example", forward=FORWARD, backward=BACKWARD, overlap=(*arguments, overlap), got=got)
+    refuse_first(SERIAL, got=_number(answer(*FIRST, False)))
+    refuse_first(OVERLAPPED, got=_number(answer(*FIRST, True)))
+    for call in [(*numbers, overlap) for numbers in REST for overlap in (False, True)]:
+        got = _number(answer(*call))
+        if not _close(got, step_seconds(*call)):
+            refuse("one_example", call=call, got=got)
 
 
 def _number(got):
@@ -49,38 +73,6 @@ def _number(got):
     if isinstance(number, bool) or not isinstance(number, Real | Decimal):
         refuse("no_number", got=got)
     return float(number)
-
-
-def _examine_serial(got):
-    moves = NBYTES / (BANDWIDTH * 1e9)  # 1.5 s
-    example = f"`step_seconds({FORWARD}, {BACKWARD}, 60e9, {BANDWIDTH}, False)`"
-    if math.isclose(got, FORWARD + BACKWARD + 2 * moves, rel_tol=1e-6):
-        return
-    if math.isclose(got, FORWARD + BACKWARD + moves, rel_tol=1e-6):
-        refuse("one_way", example=example, got=got)
-    if math.isclose(got, FORWARD + BACKWARD + 16 * moves, rel_tol=1e-6):
-        refuse("bits", example=example, got=got)
-    if math.isclose(got, FORWARD + BACKWARD + 2 * NBYTES / (BANDWIDTH * 2**30), rel_tol=1e-6):
-        refuse("gibibytes", example=example, got=got)
-    if got > 1e6:
-        refuse("no_unit", example=example, got=got)
-    if math.isclose(got, 2 * max(FORWARD + BACKWARD, moves), rel_tol=1e-6) or got < FORWARD + BACKWARD + moves:
-        refuse("hidden_anyway", example=example, got=got, moves=FORWARD + BACKWARD + moves)
-    refuse("wrong_serial", example=example, got=got, forward=FORWARD + BACKWARD, bandwidth=BANDWIDTH, moves=moves)
-
-
-def _examine_overlapped(got):
-    moves = NBYTES / (BANDWIDTH * 1e9)
-    example = f"`step_seconds({FORWARD}, {BACKWARD}, 60e9, {BANDWIDTH}, True)`"
-    if math.isclose(got, max(FORWARD, moves) + max(BACKWARD, moves), rel_tol=1e-6):
-        return
-    if math.isclose(got, FORWARD + BACKWARD + 2 * moves, rel_tol=1e-6):
-        refuse("overlap_ignored", example=example, got=got)
-    if math.isclose(got, max(FORWARD + BACKWARD, 2 * moves), rel_tol=1e-6):
-        refuse("whole_step", example=example, got=got)
-    if got < FORWARD + BACKWARD:
-        refuse("too_good", example=example, got=got, forward=FORWARD + BACKWARD)
-    refuse("wrong_overlap", example=example, got=got)
 
 
 SECONDS = Exercise("33.A", examine_step_seconds, step_seconds)
@@ -101,34 +93,6 @@ def save_to(module, store):
     return SaveTo()
 
 
-class _Counting:
-    """A store that keeps account; it holds the slots by weak reference only."""
-
-    class Slot:
-        def __init__(self, tensor):
-            self.content = tensor.detach().clone()
-
-    def __init__(self):
-        self.written, self.slots, self.given, self.flat = [], [], [], True
-
-    def write(self, tensor):
-        self.flat = self.flat and tensor.dim() == 1
-        slot = self.Slot(tensor)
-        self.written.append(tensor.numel() * tensor.element_size())
-        self.slots.append(weakref.ref(slot))
-        return slot
-
-    def read(self, slot):
-        content = slot.content.clone()
-        self.given.append(weakref.ref(content.untyped_storage()))
-        return content
-
-    @property
-    def alive(self):
-        gc.collect()
-        return sum(slot() is not None for slot in self.slots)
-
-
 class _Inner(nn.Module):
     """Linear, BatchNorm, tanh; takes a keyword, returns a tuple; fails when asked to."""
 
@@ -143,8 +107,78 @@ class _Inner(nn.Module):
         return hidden, factor
 
 
+RESULT = [  # what the first call has returned
+    ("other_result", lambda t: not isinstance(t.result, tuple) or len(t.result) != 2),
+    ("other_result", lambda t: not isinstance(t.result[0], Tensor)),
+    ("other_values", lambda t: t.result[1] != 2.0 or not torch.equal(t.result[0], t.want)),
+    ("no_graph", lambda t: not t.result[0].requires_grad),
+]
+
+USED = [  # backward is over, and what was returned has been deleted; `plain` is the same module under the solution
+    ("hidden_parameters", lambda t: t.count != t.own_count),
+    ("copied_parameters", lambda t: {*map(id, t.wrapped.parameters())} != {*map(id, t.module.parameters())}),
+    ("other_gradients", lambda t: not all(map(equal, _grads(t.wrapped, t.x), _grads(t.plain, t.plain_x)))),
+    ("nothing_moved", lambda t: not t.moved),
+    ("moved_own", lambda t: t.moved > t.wanted),
+    ("too_few", lambda t: t.moved < t.wanted),
+    ("keeps_slots", lambda t: t.alive),
+    ("ran_twice", lambda t: t.runs > 1),
+    ("skipped_hooks", lambda t: not t.runs),
+]
+
+
+def examine_save_to(answer):
+    before = outer_hooks()
+    try:
+        _examine_calls(answer)
+        _examine_two_inputs(answer)
+        _examine_two_stores(answer)
+        _examine_failing(answer)
+    finally:
+        close_hooks(before)  # an answer may leave its context open
+
+
+def _examine_calls(answer):
+    plain, plain_x = _inner()
+    wanted = CountingStore()
+    want, _ = save_to(plain, wanted)(plain_x, factor=2.0)
+    want.square().sum().backward()
+
+    store, runs = CountingStore(), []
+    module, x, wrapped = _wrapped(answer, store)
+    module.register_forward_hook(lambda *args: runs.append(1))
+    result = wrapped(x, factor=2.0)
+    refuse_first(RESULT, result=result, want=want)
+    if _moves_outside(store):
+        refuse("left_open")
+    result[0].square().sum().backward()
+    del result
+    moved = sum(store.written)
+    refuse_first(
+        USED,
+        plain=plain,
+        plain_x=plain_x,
+        wrapped=wrapped,
+        module=module,
+        x=x,
+        count=len(list(wrapped.parameters())),
+        own_count=len(list(module.parameters())),
+        moved=moved,
+        wanted=sum(wanted.written),
+        surplus=moved - sum(wanted.written),
+        alive=store.alive(),
+        runs=len(runs),
+    )
+    wrapped(x, factor=2.0)
+    if (second := sum(store.written) - moved) != moved:
+        refuse("first_call_only", first=moved, second=second)
+    module(x, factor=2.0)
+    if sum(store.written) > 2 * moved:
+        refuse("module_changed")
+
+
 def _inner():
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # each call makes the same
     return _Inner(), torch.randn(3, 5, requires_grad=True)
 
 
@@ -158,46 +192,25 @@ def _wrapped(answer, store):
     return module, x, wrapped
 
 
-def examine_save_to(answer):
-    before = outer_hooks()
-    try:
-        _examine_save_to(answer)
-    finally:
-        _close_hooks(before)  # an answer may leave its context open
-
-
-def _examine_save_to(answer):
-    plain, plain_x = _inner()
-    want, _ = plain(plain_x, factor=2.0)
-    want.square().sum().backward()
-
-    store = _Counting()
-    module, x, wrapped = _wrapped(answer, store)
-    fired = []
-    module.register_forward_hook(lambda *args: fired.append(1))
+def _moves_outside(store):
     before = len(store.written)
-    result = wrapped(x, factor=2.0)
-    written = len(store.written)
-    _examine_result(result, want)
-    torch.ones(2, requires_grad=True).exp().sum()
-    _examine_outside(before + len(store.written) - written)
-    result[0].square().sum().backward()
-    _examine_save_to_gradients(plain, plain_x, module, wrapped, x)
-    _examine_written(store)
-    del result
-    _examine_slots(store)
-    if len(fired) > 1:
-        refuse("ran_twice", count_fired=len(fired))
-    if not fired:
-        refuse("skipped_hooks")
-    _examine_again(module, x, wrapped, store)
-    _examine_two_inputs(answer)
-    _examine_two_calls(answer)
-    _examine_failing(answer)
+    torch.ones(2, requires_grad=True).exp()
+    return len(store.written) > before
 
 
-def _examine_two_calls(answer):
-    store, other = _Counting(), _Counting()
+def _grads(module, x):
+    return [tensor.grad for tensor in (x, *module.parameters())]
+
+
+def _examine_two_inputs(answer):
+    try:
+        answer(nn.Bilinear(2, 3, 4), CountingStore())(torch.ones(1, 2), torch.ones(1, 3))
+    except TypeError as error:
+        refuse("one_input", error=error)
+
+
+def _examine_two_stores(answer):
+    store, other = CountingStore(), CountingStore()
     first = answer(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), store)
     answer(nn.Linear(2, 2), other)
     first(torch.ones(1, 2))
@@ -205,90 +218,14 @@ def _examine_two_calls(answer):
         refuse("latest_call")
 
 
-def _examine_two_inputs(answer):
-    bilinear = nn.Bilinear(2, 3, 4)
-    try:
-        answer(bilinear, _Counting())(torch.ones(1, 2), torch.ones(1, 3))
-    except TypeError as error:
-        refuse("one_input", error=error)
-
-
-def _examine_result(result, want):
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
-        refuse("other_result", result=result)
-    if result[1] != 2.0 or not torch.equal(result[0], want):
-        refuse("other_values")
-    if not result[0].requires_grad:
-        refuse("no_graph")
-
-
-def _examine_slots(store):
-    if alive := store.alive:
-        refuse("keeps_slots", alive=alive)
-
-
-def _examine_again(module, x, wrapped, store):
-    first = sum(store.written)
-    _result = wrapped(x, factor=2.0)
-    if (second := sum(store.written) - first) != first:
-        refuse("first_call_only", first=first, second=second)
-    both = len(store.written)
-    _result = module(x, factor=2.0)
-    if len(store.written) > both:
-        refuse("module_changed")
-
-
-def _examine_outside(more):
-    if more:
-        refuse("left_open")
-
-
-def _examine_written(store):
-    wanted = _Counting()
-    module, x = _inner()
-    with Offload(module, to=wanted, min_bytes=0):
-        _result = module(x, factor=2.0)  # while it is held, so is the graph
-    got, want = sum(store.written), sum(wanted.written)
-    if got == want:
-        return
-    if not got:
-        refuse("nothing_moved")
-    if got > want:
-        refuse("moved_own", got=got, got2=got - want)
-    refuse("too_few", got=got, want=want)
-
-
-def _examine_save_to_gradients(plain, plain_x, module, wrapped, x):
-    got = [param.grad for param in wrapped.parameters()]
-    want = [param.grad for param in plain.parameters()]
-    if len(got) != len(want):
-        refuse("hidden_parameters", count_got=len(got), count_want=len(want))
-    if {id(param) for param in wrapped.parameters()} != {id(param) for param in module.parameters()}:
-        refuse("copied_parameters")
-    pairs = [(x.grad, plain_x.grad), *zip(got, want, strict=True)]
-    if not all(one is not None and torch.equal(one, other) for one, other in pairs):
-        refuse("other_gradients")
-
-
 def _examine_failing(answer):
-    store = _Counting()
+    store = CountingStore()
     _, x, wrapped = _wrapped(answer, store)
-    try:
+    with suppress(ValueError):
         wrapped(x, fail=True)
-    except ValueError:
-        pass
-    else:
         refuse("hid_error")
-    written = len(store.written)
-    torch.ones(2, requires_grad=True).exp().sum()
-    if len(store.written) > written:
+    if _moves_outside(store):
         refuse("open_after_error")
-
-
-def _close_hooks(before):
-    """Take off the saved-tensor hooks that an answer has left open, down to those of `before`."""
-    while outer_hooks() not in (before, None):
-        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 SAVE_TO = Exercise("33.B", examine_save_to, save_to)
@@ -312,203 +249,124 @@ def zeros_store():
     return Store()
 
 
+SAMPLES = {  # what else is written, by the phrase for it
+    "signs": torch.tensor([0.0, -0.0, float("nan"), 1.5, float("-inf"), 0.0]),
+    "tiny": torch.tensor([0.0, 1e-30, -1e-42, 2.0]),
+    "none": torch.arange(1.0, 6.0),
+    "all": torch.zeros(4),
+    "int64": torch.tensor([0, -3, 2**40, 0]),
+    "bool": torch.tensor([True, False, False]),
+    "bfloat16": torch.tensor([0.0, 1.5, 0.0, -2.0], dtype=torch.bfloat16),
+    "float64": torch.tensor([0.0, -0.0, 1.5], dtype=torch.float64),
+    "signs_of_bfloat16": torch.tensor([0.0, -0.0, 1.5], dtype=torch.bfloat16),
+    "complex128": torch.tensor([0, 1 - 2j, complex(0, -0.0)], dtype=torch.complex128),
+}
+
+NOT_BACK = [  # some bit read differs; the memory of what was written, `source`, is filled with 7 by now
+    ("no_tensor", lambda t: not isinstance(t.got, Tensor)),
+    ("other_kind", lambda t: t.found != t.expected),
+    ("shares_memory", lambda t: (t.got == 7).any() or torch.equal(t.got, t.source)),
+    ("lost_sign", lambda t: torch.equal(t.got.nan_to_num(9), t.want.nan_to_num(9))),
+    ("not_zeros", lambda t: torch.equal(t.got[t.want != 0], t.want[t.want != 0])),
+    ("lossy", lambda t: torch.allclose(t.got.double(), t.want.double(), rtol=1e-2, atol=1e-2, equal_nan=True)),
+    ("other_content", lambda t: True),
+]
+
+SIZE = [  # the bytes that a slot takes, and those left in the store once the slot is gone
+    ("too_large", lambda t: t.total > t.limit),
+    ("nothing_in_slot", lambda t: t.total < 0.1 * t.nbytes),
+    ("left_in_store", lambda t: t.left > 0.1 * t.nbytes),
+]
+
+
 def examine_zeros_store(answer):
     store = answer()
-    if isinstance(store, type) or not all(callable(getattr(store, name, None)) for name in ("write", "read")):
-        zh, en = f"`{type(store).__name__}`。", f"`{type(store).__name__}`."
-        if isinstance(store, type):
-            zh = f"类 `{store.__name__}` 本身，是不是少了一对括号？"
-            en = f"the class `{store.__name__}` itself: is a pair of parentheses missing?"
-        refuse(
-            "no_store",
-            zh=f"`zeros_store()` 应当返回一个有 `write` 和 `read` 的对象，得到的是{zh}",
-            en=f"`zeros_store()` should return an object with `write` and `read`; found {en}",
-        )
-    torch.manual_seed(0)
+    if isinstance(store, type):
+        refuse("no_store-class", store=store)
+    if not all(callable(getattr(store, name, None)) for name in ("write", "read")):
+        refuse("no_store", store=store)
     content = torch.randn(100_000)  # more than an index in int16 can count
     content[::2] = 0
     source = content.clone()
     slot = store.write(source)
-    if source.untyped_storage().nbytes() != content.nbytes or not torch.equal(source, content):
+    if edited(source, content):
         refuse("edits_input")
-    source.fill_(7)  # what the memory is used for next
-    _examine_back(_read(store, slot, content), content, "half", source)
-    _examine_second_read(store, slot, content)
-    _examine_two(store, slot, content, torch.tensor([0.0, 1.0, 2.0]))
-    del slot
-    pair = [torch.tensor([0.0, number]) for number in (1.0, 2.0)]
-    one, other = map(store.write, pair)
-    got = _read(store, one, pair[0])
-    store.read(other)
-    if got[1] == 2:
-        refuse("one_buffer")
-    del one, other, got
+    source.fill_(7)
+    _examine_back(_read(store, slot, content), content, source, "half")
+    if not reads_back(store, slot, content):
+        refuse("read_once")
+    _examine_second_write(store, slot, content, torch.tensor([0.0, 1.0, 2.0]))
+    _examine_two_reads(store)
     _examine_size(answer(), content)
-    _examine_others(store)
-    _examine_two(store, store.write(content), content, torch.tensor([0, 3]))
-
-
-# What PyTorch says of a mask that is not `bool`: of one in `uint8`, where it names the kind.
-_OF_A_MASK = re.compile(r"only supports boolean masks.*(unsigned char|Byte)|for mask")
+    for name, tensor in SAMPLES.items():
+        _examine_another(store, tensor, name)
+    _examine_second_write(store, store.write(content), content, torch.tensor([0, 3]))
 
 
 def _read(store, slot, written):
     try:
         return store.read(slot)
     except RuntimeError as error:
-        if _OF_A_MASK.search(str(error)) and _has_mask_of_bytes((store, slot), written):
+        if _OF_A_MASK.search(str(error)) and any(_is_mask(part, len(written)) for part in within((store, slot))):
             refuse("mask_of_bytes", error=error)
         raise
 
 
-def _has_mask_of_bytes(held, written):
-    """Whether one of two values for each element is among what is held, in `uint8`."""
-    return any(
-        isinstance(part, Tensor)
-        and part.dtype == torch.uint8
-        and part.numel() == len(written)
-        and len(part.unique()) <= 2
-        for part in within(held)
-    )
+# What PyTorch says of a mask that is not `bool`: of one in `uint8`, where it names the kind.
+_OF_A_MASK = re.compile(r"only supports boolean masks.*(unsigned char|Byte)|for mask")
 
 
-def _still_reads(store, slot, content):
-    try:
-        return torch.equal(store.read(slot), content)
-    except Exception:
-        return False
+def _is_mask(part, length):
+    """Whether it is one of two values for each element, in `uint8`."""
+    octets = isinstance(part, Tensor) and part.dtype == torch.uint8
+    return octets and part.numel() == length and len(part.unique()) <= 2
 
 
-def _examine_second_read(store, slot, content):
-    if not _still_reads(store, slot, content):
-        refuse("read_once")
+def _examine_back(got, want, source, which):
+    if not same_bits(got, want):
+        found, expected = dtype_and_shape(got), dtype_and_shape(want)
+        refuse_first(NOT_BACK, got=got, want=want, source=source, which=Phrase(which), found=found, expected=expected)
 
 
-def _examine_back(got, want, which, source):
-    words = {
-        "half": ("一半是 0 的张量", "a tensor half of whose elements are 0"),
-        "signs": ("含有 `-0.0` 和 `nan` 的张量", "a tensor with `-0.0` and `nan` in it"),
-        "float64": ("含有 `-0.0` 的 `torch.float64` 张量", "a tensor of `torch.float64` with `-0.0` in it"),
-        "signs of bfloat16": (
-            "含有 `-0.0` 的 `torch.bfloat16` 张量",
-            "a tensor of `torch.bfloat16` with `-0.0` in it",
-        ),
-        "tiny": ("含有 `1e-30` 的张量", "a tensor with `1e-30` in it"),
-        "none": ("一个 0 也没有的张量", "a tensor without any 0"),
-        "all": ("全是 0 的张量", "a tensor of nothing but 0"),
-        "int64": ("`torch.int64` 的张量", "a tensor of `torch.int64`"),
-        "bool": ("`torch.bool` 的张量", "a tensor of `torch.bool`"),
-        "bfloat16": ("`torch.bfloat16` 的张量", "a tensor of `torch.bfloat16`"),
-        "complex128": ("`torch.complex128` 的张量", "a tensor of `torch.complex128`"),
-    }[which]
-    if not isinstance(got, Tensor):
-        refuse("no_tensor", got=got)
-    if got.dtype != want.dtype or got.shape != want.shape:
-        refuse(
-            "other_kind",
-            zh=f"写入{words[0]}，应当读回 `{want.dtype} {list(want.shape)}`，得到的是 `{got.dtype} {list(got.shape)}`。",
-            en=f"For {words[1]} `{want.dtype} {list(want.shape)}` should come back; found `{got.dtype} {list(got.shape)}`.",
-        )
-    if torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)):
-        return
-    if (got == 7).any() or torch.equal(got, source):
-        refuse("shares_memory")
-    if torch.equal(got.nan_to_num(9), want.nan_to_num(9)):
-        refuse(
-            "lost_sign",
-            zh=f"写入{words[0]}，读回来的数都“相等”，位却不同：看看 `-0.0` 的符号还在不在。",
-            en=f"For {words[1]} what comes back compares equal, but its bits differ: is the sign of `-0.0` still there?",
-        )
-    if torch.equal(got[want != 0], want[want != 0]):
-        refuse(
-            "not_zeros",
-            zh=f"写入{words[0]}，不是 0 的元素都对，原来是 0 的地方却成了别的值。",
-            en=f"For {words[1]} the elements that are not 0 come back right; where there was a 0 there is something else.",
-        )
-    if torch.allclose(got.double(), want.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
-        refuse(
-            "lossy",
-            zh=f"写入{words[0]}，读回来的只是近似：每一位都要相同。",
-            en=f"For {words[1]} what comes back is an approximation; every bit should be the same.",
-        )
-    refuse(
-        "other_content",
-        zh=f"写入{words[0]}，读回来的内容不对。",
-        en=f"For {words[1]} what comes back has another content.",
-    )
-
-
-def _examine_two(store, slot, content, second):
+def _examine_second_write(store, slot, content, second):
     store.write(second)
-    if not _still_reads(store, slot, content):
+    if not reads_back(store, slot, content):
         refuse("one_slot")
 
 
+def _examine_two_reads(store):
+    pair = [torch.tensor([0.0, number]) for number in (1.0, 2.0)]
+    one, other = map(store.write, pair)
+    got = _read(store, one, pair[0])
+    store.read(other)
+    if got[1] == 2:
+        refuse("one_buffer")
+
+
 def _examine_size(store, content):
-    nbytes, before = content.nbytes, sum(_contents(store).values())
+    nbytes, before = content.nbytes, content_bytes(store)
     slot = store.write(content.clone())
-    total = sum(_contents((store, slot)).values()) - before
+    total = content_bytes((store, slot)) - before
     del slot
     gc.collect()
-    left = sum(_contents(store).values()) - before
-    if total > 0.8 * nbytes:
-        refuse("too_large", nbytes=nbytes, total=total, nbytes2=int(0.8 * nbytes))
-    if total < 0.1 * nbytes:
-        refuse("nothing_in_slot", total=total)
-    if left > 0.1 * nbytes:
-        refuse("left_in_store", left=left)
+    left = content_bytes(store) - before
+    refuse_first(SIZE, nbytes=nbytes, limit=int(0.8 * nbytes), total=total, left=left)
 
 
-def _contents(slot):
-    """The bytes of everything in a slot that holds content, by id: memory that is shared counts once."""
-    sizes = {}
-    for part in within(slot):
-        if isinstance(part, Tensor) and part.layout != torch.strided:
-            part = part.coalesce()
-            sizes |= _contents((part.indices(), part.values()))
-        elif isinstance(part, Tensor):
-            storage = part.untyped_storage()
-            sizes[id(storage)] = storage.nbytes()
-        elif isinstance(part, bytes | bytearray):
-            sizes[id(part)] = len(part)
-        elif isinstance(part, array.array | io.BytesIO | str):
-            sizes[id(part)] = sys.getsizeof(part)
-        elif isinstance(part, int | float):
-            sizes[id(part)] = 8
-        elif isinstance(part, list | tuple | set | frozenset | dict):
-            sizes[id(part)] = sys.getsizeof(part)  # the references: 8 bytes an item
-        elif isinstance(nbytes := getattr(part, "nbytes", None), int):  # numpy's arrays
-            sizes[id(part)] = nbytes
-    return sizes
+def _examine_another(store, tensor, name):
+    source = tensor.clone()
+    try:
+        slot = store.write(source)
+        source.fill_(7)
+        got = _read(store, slot, tensor)
+    except Refused:
+        raise
+    except Exception as error:
+        refuse("other_dtypes", dtype=tensor.dtype, values=tensor.tolist(), error=error)
+    _examine_back(got, tensor, source, name)
 
 
-def _examine_others(store):
-    others = {
-        "signs": torch.tensor([0.0, -0.0, float("nan"), 1.5, float("-inf"), 0.0]),
-        "tiny": torch.tensor([0.0, 1e-30, -1e-42, 2.0]),
-        "none": torch.arange(1.0, 6.0),
-        "all": torch.zeros(4),
-        "int64": torch.tensor([0, -3, 2**40, 0]),
-        "bool": torch.tensor([True, False, False]),
-        "bfloat16": torch.tensor([0.0, 1.5, 0.0, -2.0], dtype=torch.bfloat16),
-        "float64": torch.tensor([0.0, -0.0, 1.5], dtype=torch.float64),
-        "signs of bfloat16": torch.tensor([0.0, -0.0, 1.5], dtype=torch.bfloat16),
-        "complex128": torch.tensor([0, 1 - 2j, complex(0, -0.0)], dtype=torch.complex128),
-    }
-    for name, tensor in others.items():
-        source = tensor.clone()
-        try:
-            slot = store.write(source)
-            source.fill_(7)
-            got = _read(store, slot, tensor)
-        except Refused:
-            raise
-        except Exception as error:
-            refuse("other_dtypes", tensor=tensor, tensor2=tensor.tolist(), error=error)
-        _examine_back(got, tensor, name, source)
-
-
-ZEROS = Exercise("33.C", examine_zeros_store, zeros_store)  # fmt: skip
+ZEROS = Exercise("33.C", examine_zeros_store, zeros_store)
 
 # ---- 33.D: one copy for all views of a storage ----
 
@@ -529,8 +387,27 @@ def pack_views(store):
     return pack
 
 
+PACKED = [  # as soon as the matrix and its views are packed
+    ("part_only", lambda t: t.times == 1 and t.store.written[0] != t.nbytes),
+    ("not_flat", lambda t: t.times == 1 and not t.store.flat),
+]
+
+TRAITS = [  # a view and what is given back for it are to have each in common
+    ("other_dtype", lambda given: given.dtype if isinstance(given, Tensor) else type(given).__name__),
+    ("other_shape", lambda given: list(given.shape)),
+    ("other_place", Tensor.tolist),
+    ("other_strides", Tensor.stride),
+]
+
+MOVES = [  # after all have been given back, twice each
+    ("never_written", lambda t: not t.times),
+    ("moved_twice-view", lambda t: t.again),
+    ("moved_twice", lambda t: t.times > 1),
+]
+
+
 def examine_pack_views(answer):
-    store = _Counting()
+    store = CountingStore()
     pack = answer(store)
     if not callable(pack):
         refuse("no_pack_function", pack=pack)
@@ -543,107 +420,42 @@ def examine_pack_views(answer):
         "matrix.view(torch.int32)": matrix.view(torch.int32),
         "matrix[0].expand(2, 4)": matrix[0].expand(2, 4),
     }
-    packed, written = [], {}
+    packed, again = [], None
     for name, view in views.items():
         packed.append(pack(view))
-        written.setdefault(len(store.written), name)  # which view made it so many
-    want = [view.clone() for view in views.values()]
-    nbytes = matrix.untyped_storage().nbytes()
-    _examine_written_whole(store, nbytes)
-    for (name, view), values, give_back in zip(views.items(), want, packed, strict=True):
-        _examine_view(name, give_back, view, values)
-        if wrong := _not_back(give_back, values):
-            refuse("given_once", name=name, wrong=wrong)
-    _examine_moves(store, len(views), written)
-    _examine_version(pack, store, matrix)
+        again = again or (name if len(store.written) > 1 else None)  # for which it was written a second time
+    refuse_first(PACKED, store=store, times=len(store.written), nbytes=matrix.untyped_storage().nbytes())
+    for (name, view), give_back in zip(views.items(), packed, strict=True):
+        _examine_view(name, view, give_back)
+    refuse_first(MOVES, times=len(store.written), views=len(views) - 1, again=again)
+    _examine_versions(pack, store, matrix)
     _examine_dropped(answer)
     _examine_several(answer)
     _examine_reuse(answer)
     _examine_leaks(answer)
 
 
-def _examine_written_whole(store, nbytes):
-    if len(store.written) == 1 and store.written[0] != nbytes:
-        refuse("part_only", nbytes=nbytes, store_written=store.written[0])
-    if len(store.written) == 1 and not store.flat:
-        refuse("not_flat")
-
-
-def _examine_dropped(answer):
-    pack = answer(_Counting())
-    tensor = torch.arange(8.0)
-    first, second = pack(tensor), pack(tensor.view(2, 4))
-    del first
-    gc.collect()
-    wrong = _not_back(lambda: second(), tensor.view(2, 4))
-    second = None  # the slot goes, the tensor stays
-    gc.collect()
-    if wrong := wrong or _not_back(lambda: pack(tensor)(), tensor):
-        refuse("dead_slot", wrong=wrong)
-
-
-def _examine_several(answer):
-    """Two storages in turn, two stores, a storage of 3 bytes; each given back twice."""
-    first, second = _Counting(), _Counting()
-    one, other, mask = torch.arange(6.0).view(2, 3), torch.ones(5), torch.tensor([True, False, True])
-    pack = answer(first)
-    views = (one, other, one.t(), mask)
-    wrong, packed = "", []
-    for view in views:
-        wrong = wrong or _not_back(lambda view=view: packed.append(pack(view)) or packed[-1](), view)
-        wrong = wrong or _not_back(lambda: packed[-1](), view)
-    if wrong:
-        refuse("several", wrong=wrong)
-    if len(first.written) != 3:
-        refuse("last_storage_only", count_first_written=len(first.written))
-    third = _Counting()
-    earlier = answer(third)
-    again = answer(second)(one), earlier(one.clone())
-    if not third.written:
-        refuse("latest_call")
-    if len(second.written) != 1:
-        refuse("shared_notes")
-    del again
-
-
-def _not_back(run, want):
-    try:
-        got = run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:80]
-    return "" if isinstance(got, Tensor) and torch.equal(got, want) else type(got).__name__
-
-
-def _examine_view(name, give_back, view, values):
+def _examine_view(name, view, give_back):
     if not callable(give_back):
         refuse("not_callable", give_back=give_back)
     got = give_back()
-    if not isinstance(got, Tensor) or got.dtype != view.dtype:
-        found = f"{got.dtype}" if isinstance(got, Tensor) else type(got).__name__
-        refuse("other_dtype", name=name, view=view, found=found)
-    if got.shape != view.shape:
-        refuse("other_shape", name=name, view_shape=list(view.shape), got_shape=list(got.shape))
-    if not torch.equal(got, values):
-        refuse("other_place", name=name)
-    if got.stride() != view.stride():
-        refuse("other_strides", name=name, view=view.stride(), got=got.stride())
+    for key, trait in TRAITS:
+        if trait(got) != trait(view):
+            refuse(key, name=name, found=trait(got), expected=trait(view))
+    if wrong := _not_back(give_back, view):
+        refuse("given_once", name=name, wrong=wrong)
 
 
-def _examine_moves(store, views, written):
-    if not store.written:
-        refuse("never_written")
-    if len(store.written) > 1:
-        later = next((name for count, name in written.items() if count > 1), None)
-        zh = f"；多出来的第一次是为了 `{later}`" if later else ""
-        en = f" The first too many was for `{later}`." if later else ""
-        refuse(
-            "moved_twice",
-            zh=f"一个矩阵和它的 {views - 1} 个视图，`store.write` 调用了 {len(store.written)} 次，应当是 1 次{zh}。",
-            en=f"For a matrix and {views - 1} views of it `store.write` was called {len(store.written)} times; once is wanted.{en}",
-        )
+def _not_back(give_back, want):
+    """What came instead of `want`, or the error that was raised; nothing where it came."""
+    try:
+        got = give_back()
+    except Exception as error:
+        return said(error)[:80]
+    return "" if isinstance(got, Tensor) and torch.equal(got, want) else type(got).__name__
 
 
-def _examine_version(pack, store, matrix):
+def _examine_versions(pack, store, matrix):
     old, before = pack(matrix), matrix.clone()
     matrix.add_(100)
     new = pack(matrix)
@@ -653,17 +465,48 @@ def _examine_version(pack, store, matrix):
         refuse("rewritten")
     _views_of_new = [pack(matrix.t()), pack(matrix[1])]
     if len(store.written) != 2:
-        refuse("moved_again", len=len(store.written) - 1)
+        refuse("moved_again", times=len(store.written) - 1)
+
+
+def _examine_dropped(answer):
+    pack, tensor = answer(CountingStore()), torch.arange(8.0)
+    first, second = pack(tensor), pack(tensor.view(2, 4))
+    del first
+    gc.collect()
+    wrong = _not_back(second, tensor.view(2, 4))
+    del second  # the slot goes, the tensor stays
+    gc.collect()
+    if wrong := wrong or _not_back(lambda: pack(tensor)(), tensor):
+        refuse("dead_slot", wrong=wrong)
+
+
+def _examine_several(answer):
+    """Two storages in turn and one of 3 bytes; then the same storage in another store, and another in a third."""
+    first, second, third = (CountingStore() for _ in range(3))
+    one, other, mask = torch.arange(6.0).view(2, 3), torch.ones(5), torch.tensor([True, False, True])
+    pack, packed = answer(first), []
+    for view in (one, other, one.t(), mask):
+        wrong = _not_back(lambda view=view: packed.append(pack(view)) or packed[-1](), view)
+        if wrong := wrong or _not_back(packed[-1], view):
+            refuse("several", wrong=wrong)
+    if len(first.written) != 3:
+        refuse("last_storage_only", times=len(first.written))
+    earlier, later = answer(third), answer(second)
+    packed += later(one), earlier(one.clone())
+    if not third.written:
+        refuse("latest_call")
+    if len(second.written) != 1:
+        refuse("shared_notes")
 
 
 def _examine_reuse(answer):
-    pack, pool, packed, earlier = answer(_Counting()), [], [], set()
+    pack, pool, packed, earlier = answer(CountingStore()), [], [], set()
     for _ in range(10):  # batch by batch, until one storage of a batch stands where one of those before has stood
         batch = [_in_pool(pool, float(number)) for number in range(len(packed), len(packed) + 20)]
         packed += map(pack, batch)
-        wrong = [number for number, give_back in enumerate(packed) if give_back()[0] != number]
+        wrong = sum(give_back()[0].item() != number for number, give_back in enumerate(packed))
         if wrong:
-            refuse("address_reused", count_packed=len(packed), count_wrong=len(wrong))
+            refuse("address_reused", packed=len(packed), wrong=wrong)
         here = {id(tensor.untyped_storage()) for tensor in batch}
         if earlier & here:
             return
@@ -683,23 +526,19 @@ def _in_pool(pool, value):
 
 
 def _examine_leaks(answer):
-    store = _Counting()
+    store = CountingStore()
     pack = answer(store)
-    tensor = torch.ones(8)
-    storage, packed = weakref.ref(tensor.untyped_storage()), pack(tensor)
-    del tensor
-    gc.collect()
-    if storage() is not None:
+    if holds_memory(pack):
         refuse("keeps_tensor")
+    packed = pack(torch.ones(8))
     packed()
     gc.collect()
     if any(given() is not None for given in store.given):
         refuse("keeps_copy")
     del packed
     kept = torch.ones(8)  # the tensor stays, what was packed goes
-    packed = pack(kept)
-    del packed
-    if store.alive:
+    pack(kept)
+    if store.alive():
         refuse("keeps_slot")
 
 

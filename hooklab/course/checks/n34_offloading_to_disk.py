@@ -1,34 +1,31 @@
-"""Checks of notebook 34: offloading to disk."""
+"""Checks of notebook 34: offloading to disk. 34.D stands in n34_save_to_disk.py."""
 
 import gc
 import os
-import tempfile
 import traceback
 import weakref
 from collections.abc import MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from threading import Thread
-from typing import NamedTuple
-from unittest.mock import patch
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab.course.check import Exercise, grad_stays_on, refuse, within
+from hooklab.course.check import Exercise, Phrase, refuse, refuse_first, refuse_latest_call, within
+from hooklab.course.checks.pairs import is_pair, refuse_latest_pair, refuse_unpacked_once
+from hooklab.course.checks.stores import dtype_and_shape, edited, holds_memory, reads_back, same_bits
 from hooklab.saved import Offload
-from hooklab.stores import Disk
 
 
 def _pair(got):
     if got is None:
         refuse("returned_nothing")
-    if not isinstance(got, tuple | list) or len(got) != 2 or not all(map(callable, got)):
-        kinds = type(got).__name__
-        if isinstance(got, tuple | list):
-            kinds = f"({', '.join(type(item).__name__ for item in got)})"
-        refuse("not_a_pair", kinds=kinds)
+    if not is_pair(got):
+        parts = ", ".join(type(item).__name__ for item in got) if isinstance(got, tuple | list) else None
+        refuse("not_a_pair", kinds=type(got).__name__ if parts is None else f"({parts})")
     return got
 
 
@@ -55,13 +52,100 @@ def disk_hooks(folder):
     return pack, lambda file: torch.load(file.name, weights_only=True)
 
 
-OTHERS = ["notes.txt", "weights.pt"]
+OTHERS = ["notes.txt", "weights.pt"]  # somebody else's, in the folder before the answer is called
+DESCRIPTORS = "/proc/self/fd"  # on Linux
 
 
-def _files(folder):
-    """What the answer has in the folder: every file but those that were there before."""
-    found = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-    return [name for name in found if name not in {os.path.join(folder, other) for other in OTHERS}]
+def examine_disk_hooks(answer):
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere,
+    ):
+        for name in OTHERS:
+            Path(folder, name).write_text("somebody else's")
+        with _packed_goes_first():
+            _examine_files(answer, folder, elsewhere)
+        # A descriptor leads to its file, deleted or not.
+        opened = [os.path.realpath(descriptor) for descriptor in Path(DESCRIPTORS).glob("*")]
+        if left := sum(path.startswith(os.path.realpath(folder)) for path in opened):
+            refuse("left_open", left=left)
+
+
+def _examine_files(answer, folder, elsewhere):
+    pair = _pair(answer(folder))
+    _expect_others(folder)
+    _examine_graph(pair, folder)
+    _refuse_left("leaked", folder)
+    _forward(pair)
+    _refuse_left("left_without_backward", folder)
+    # Two pairs at a time, first in one folder and then in two.
+    for x, z, want in [_forward(answer(folder), factor) for factor in (1.0, 0.5)]:
+        with suppress(FileNotFoundError):
+            z.sum().backward()
+        if x.grad is None or not torch.allclose(x.grad, want, rtol=1e-4):
+            refuse("names_collide")
+    pack, _ = answer(folder)
+    answer(elsewhere)
+    _packed = pack(torch.ones(3))
+    if files_in(elsewhere):
+        refuse_latest_call()
+    _examine_content(pair, folder)
+    _examine_kinds(pair)
+    _expect_others(folder)
+
+
+def _examine_graph(pair, folder):
+    x, z, want = _forward(pair)
+    written = len(files_in(folder))
+    if not written:
+        refuse("no_file")
+    if written < 4:
+        refuse("same_name", written=written)
+    _first = z.grad_fn._saved_self  # it stays while it is read again
+    try:
+        _second = z.grad_fn._saved_self
+    except (FileNotFoundError, KeyError, RuntimeError) as error:
+        refuse("deleted_too_early", error=error)
+    try:
+        z.sum().backward()
+    except FileNotFoundError:
+        _expect_others(folder)
+        refuse("not_its_own")
+    if not torch.allclose(x.grad, want, rtol=1e-4):
+        refuse("wrong_values")
+
+
+def _examine_content(pair, folder):
+    pack, unpack = pair
+    row = torch.arange(250_000.0).view(500, 500)[3, :10]
+    packed = pack(row)
+    size = max((file.stat().st_size for file in files_in(folder)), default=0)
+    if size > 100_000:
+        refuse("whole_memory", size=size)
+    if not torch.equal(unpack(packed), row):
+        refuse("wrong_values")
+    alone = torch.full((10,), 20_240.5)  # a number that is nowhere else
+    memory, packed = weakref.ref(alone.untyped_storage()), pack(alone)
+    del alone
+    unpack(packed)
+    gc.collect()
+    if memory() is not None:
+        refuse("kept_in_memory")
+    if any(isinstance(part, Tensor) and (part == 20_240.5).sum() == 10 for part in within((pair, packed))):
+        refuse("copy_in_memory")
+
+
+def _examine_kinds(pair):
+    pack, unpack = pair
+    for want in (
+        torch.arange(6.0, dtype=torch.float64).view(2, 3).t(),
+        torch.tensor([1.5, -0.25], dtype=torch.bfloat16),
+        torch.tensor([[True], [False]]),
+        torch.tensor(7),
+    ):
+        got = unpack(pack(want))
+        if not same_bits(got, want):
+            refuse("other_kinds", want=dtype_and_shape(want), found=dtype_and_shape(got))
 
 
 def _forward(pair, factor=1.0):
@@ -74,19 +158,25 @@ def _forward(pair, factor=1.0):
     return x, z, torch.cos(inner * inner) * 2 * inner * inner
 
 
-def examine_disk_hooks(answer):
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for name in OTHERS:
-            with open(os.path.join(folder, name), "w") as other:
-                other.write("somebody else's")
-        with _files_go_first():
-            _examine_files(answer, folder)
-        if left := _open_in(folder):
-            refuse("left_open", left=left)
+def files_in(folder):
+    """What the answer has in the folder: every file but those that were there before."""
+    return [path for path in Path(folder).rglob("*") if path.is_file() and path.name not in OTHERS]
+
+
+def _refuse_left(key, folder):
+    gc.collect()
+    if left := len(files_in(folder)):
+        refuse(key, left=left)
+
+
+def _expect_others(folder):
+    for name in OTHERS:
+        if not Path(folder, name).exists():
+            refuse("touched_others", name=name)
 
 
 @contextmanager
-def _files_go_first():
+def _packed_goes_first():
     """At the end whatever is still packed goes, also after an error, whose frames hold it; so may its folder then."""
     try:
         yield
@@ -98,139 +188,6 @@ def _files_go_first():
         raise
     finally:
         gc.collect()
-
-
-DESCRIPTORS = "/proc/self/fd"  # on Linux
-
-
-def _open_in(folder):
-    """How many file descriptors of this process are those of files in the folder, deleted or not."""
-    found = []
-    for number in os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ():
-        with suppress(OSError):  # the one that reads the list is closed by now
-            found.append(os.readlink(os.path.join(DESCRIPTORS, number)))
-    return sum(name.startswith(os.path.realpath(folder)) for name in found)
-
-
-def _examine_files(answer, folder):
-    pair = _pair(answer(folder))
-    _examine_others(folder)
-    x, z, want = _forward(pair)
-    written = len(_files(folder))
-    if not written:
-        refuse("no_file")
-    if written < 4:
-        refuse("same_name", written=written)
-    first = z.grad_fn._saved_self
-    try:
-        second = z.grad_fn._saved_self
-    except (FileNotFoundError, KeyError, RuntimeError) as error:
-        refuse("deleted_too_early", error=error)
-    try:
-        z.sum().backward()
-    except FileNotFoundError:
-        _examine_others(folder)
-        refuse("not_its_own")
-    if not torch.allclose(x.grad, want, rtol=1e-4):
-        _refuse_values()
-    del z, first, second
-    gc.collect()
-    if left := len(_files(folder)):
-        refuse("leaked", left=left)
-    _examine_no_backward(pair, folder)
-    _examine_two_pairs(answer, folder)
-    _examine_two_folders(answer, folder)
-    _examine_size(pair, folder)
-    _examine_kinds(pair)
-    _examine_others(folder)
-
-
-def _examine_others(folder):
-    for name in OTHERS:
-        if not os.path.exists(os.path.join(folder, name)):
-            refuse("touched_others", name=name)
-
-
-def _refuse_values():
-    refuse("wrong_values")
-
-
-def _examine_no_backward(pair, folder):
-    x, z, want = _forward(pair)
-    del x, z, want
-    gc.collect()
-    if left := len(_files(folder)):
-        refuse("left_without_backward", left=left)
-
-
-def _examine_two_pairs(answer, folder):
-    runs = [_forward(answer(folder), factor) for factor in (1.0, 0.5)]
-    for x, z, want in runs:
-        try:
-            z.sum().backward()
-        except FileNotFoundError:
-            x.grad = None
-        if x.grad is None or not torch.allclose(x.grad, want, rtol=1e-4):
-            refuse("names_collide")
-
-
-def _examine_two_folders(answer, folder):
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
-        pack, _ = answer(folder)
-        answer(elsewhere)
-        packed = pack(torch.ones(3))
-        wrong = _files(elsewhere)
-        del packed
-        gc.collect()
-    if wrong:
-        _refuse_latest()
-
-
-def _refuse_latest():
-    refuse("latest_call")
-
-
-def _examine_kinds(pair):
-    pack, unpack = pair
-    for want in (
-        torch.arange(6.0, dtype=torch.float64).view(2, 3).t(),
-        torch.tensor([1.5, -0.25], dtype=torch.bfloat16),
-        torch.tensor([[True], [False]]),
-        torch.tensor(7),
-    ):
-        got = unpack(pack(want))
-        if not isinstance(got, Tensor) or got.dtype != want.dtype or got.shape != want.shape or not got.equal(want):
-            found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
-            refuse("other_kinds", want=want, want_shape=list(want.shape), found=found)
-
-
-def _examine_size(pair, folder):
-    pack, unpack = pair
-    table = torch.arange(250_000.0).view(500, 500)
-    row = pack(table[3, :10])
-    size = max(map(os.path.getsize, _files(folder)), default=0)
-    content = unpack(row)
-    del row  # its file goes before the folder does
-    if size > 100_000:
-        refuse("whole_memory", size=size)
-    if not torch.equal(content, table[3, :10]):
-        _refuse_values()
-    alone = torch.full((10,), 20_240.5)  # a number that is nowhere else
-    storage = weakref.ref(alone.untyped_storage())
-    packed = pack(alone)
-    del alone
-    unpack(packed)
-    gc.collect()
-    if (
-        any(isinstance(part, Tensor) and (part == 20_240.5).sum() == 10 for part in within((pair, packed)))
-        and storage() is None
-    ):
-        del packed
-        refuse("copy_in_memory")
-    if storage() is not None:
-        del packed
-        refuse("kept_in_memory")
-    del packed
 
 
 DISK_HOOKS = Exercise("34.A", examine_disk_hooks, disk_hooks)
@@ -260,17 +217,25 @@ def byte_store():
     return Store()
 
 
-def _samples():
-    special = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
-    return [
-        special, special.to(torch.bfloat16), special.half(), special.double() / 3, torch.tensor([True, False]),
-        torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]),
-        torch.arange(9.0)[3:6],
-    ]  # fmt: skip
+WRITTEN = [  # after one tensor has been written: how many entries `held` has, of which types, with how many bytes
+    ("edits_input", lambda t: edited(t.given, t.sample)),
+    ("not_bytes", lambda t: (t.count, t.kinds) != (1, "bytes")),
+    ("whole_memory", lambda t: t.stored == t.memory > t.sample.nbytes),
+    ("wrong_length", lambda t: t.stored != t.sample.nbytes),
+]
+
+READ = [  # what `read` has returned
+    ("not_a_tensor", lambda t: not isinstance(t.got, Tensor)),
+    ("wrong_dtype", lambda t: (t.got.dtype, t.got.shape) != (t.sample.dtype, t.sample.shape)),
+    ("wrong_bits", lambda t: not same_bits(t.got, t.sample)),
+]
 
 
-def _bits(tensor):
-    return tensor.detach().contiguous().view(torch.uint8).tolist()
+SPECIAL = torch.tensor([0.1, -0.0, float("nan"), float("-inf"), 3e38])
+SAMPLES = [
+    *(SPECIAL, SPECIAL.to(torch.bfloat16), SPECIAL.half(), SPECIAL.double() / 3, torch.tensor([True, False])),
+    *(torch.tensor([2**53 + 1, -7]), torch.tensor([1 + 2j, -3j]), torch.tensor([2.5]), torch.arange(9.0)[3:6]),
+]
 
 
 def examine_byte_store(answer):
@@ -279,7 +244,7 @@ def examine_byte_store(answer):
         refuse("returned_nothing")
     if not isinstance(getattr(store, "held", None), MutableMapping):
         refuse("no_held", store=store)
-    for sample in _samples():
+    for sample in SAMPLES:
         _examine_sample(answer(), sample)
     if answer().held is store.held:
         refuse("one_for_all")
@@ -287,54 +252,34 @@ def examine_byte_store(answer):
     _examine_dtypes(answer())
     _examine_freed(answer())
     _examine_left(answer())
-    _examine_moved(answer())
+    if holds_memory(answer().write):
+        refuse("kept_in_memory")
     _examine_at_work(answer())
 
 
 def _examine_sample(store, sample):
-    dtype = str(sample.dtype).removeprefix("torch.")
-    memory = sample.untyped_storage()
-    given = torch.empty(0, dtype=sample.dtype).set_(memory.clone(), sample.storage_offset(), sample.shape)
+    given = deepcopy(sample)  # with all the memory behind it
+    told = {"sample": sample, "dtype": str(sample.dtype).removeprefix("torch.")}
     try:
         slot = store.write(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        refuse("write_failed", dtype=dtype, error=error)
-    if given.untyped_storage().nbytes() != memory.nbytes() or _bits(given) != _bits(sample):
-        refuse("edits_input", dtype=dtype)
-    del given
+        refuse("write_failed", **told, error=error)
     entries = list(store.held.values())
-    if len(entries) != 1 or not isinstance(entries[-1], bytes):
-        kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"
-        refuse("not_bytes", count_entries=len(entries), kinds=kinds)
-    if len(entries[-1]) == memory.nbytes() > sample.nbytes:
-        refuse("whole_memory", sample_nbytes=sample.nbytes, memory=memory.nbytes())
-    if len(entries[-1]) != sample.nbytes:
-        refuse("wrong_length", dtype=dtype, sample_nbytes=sample.nbytes, count_entries=len(entries[-1]))
-    _expect_bits(_read(store, slot, "第一遍", "the first time"), sample, dtype)
-    got = _read(store, slot, "第二遍", "the second time")
-    got.zero_()
-    if _bits(_read(store, slot, "第三遍", "the third time")) != _bits(sample):
+    found = {"count": len(entries), "kinds": ", ".join(sorted({type(entry).__name__ for entry in entries})) or "-"}
+    found["stored"] = sum(len(entry) for entry in entries if isinstance(entry, bytes))
+    refuse_first(WRITTEN, **told, given=given, memory=sample.untyped_storage().nbytes(), **found)
+    got = _read(store, slot, "first_time")
+    refuse_first(READ, **told, got=got, got_shape=list(getattr(got, "shape", ())), count=sample.numel())
+    _read(store, slot, "second_time").zero_()
+    if not same_bits(_read(store, slot, "third_time"), sample):
         refuse("shares_memory")
 
 
-def _read(store, slot, zh, en):
+def _read(store, slot, time="once"):
     try:
         return store.read(slot)
     except KeyError:
-        refuse(
-            "read_once",
-            zh=f"同一个槽位读{zh}时，抛出了 `KeyError`：`held` 里没有这个键。",
-            en=f"Reading a slot {en} raised a `KeyError`: in `held` there is no such key.",
-        )
-
-
-def _expect_bits(got, want, dtype):
-    if not isinstance(got, Tensor):
-        refuse("not_a_tensor", got=got)
-    if got.dtype != want.dtype or got.shape != want.shape:
-        refuse("wrong_dtype", dtype=dtype, want=want.numel(), got=got, got_shape=list(got.shape))
-    if _bits(got) != _bits(want):
-        refuse("wrong_bits", dtype=dtype)
+        refuse("read_once", time=Phrase(time))
 
 
 def _examine_keys(store):
@@ -347,8 +292,6 @@ def _examine_keys(store):
         try:
             found = store.read(slot).tolist()
         except KeyError:
-            found = None
-        if found is None:
             refuse("freed_others")
         if found != [float(number)] * 3:
             refuse("same_key")
@@ -358,8 +301,7 @@ def _examine_dtypes(store):
     samples = [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.arange(4)]
     slots = [store.write(sample.clone()) for sample in samples]
     for slot, sample in zip(slots, samples, strict=True):
-        got = _read(store, slot, "一遍", "once")
-        if not isinstance(got, Tensor) or got.dtype != sample.dtype or not torch.equal(got, sample):
+        if not same_bits(_read(store, slot), sample):
             refuse("one_slot", sample=sample)
 
 
@@ -367,15 +309,8 @@ def _examine_freed(store):
     first, equal = store.write(torch.ones(3)), store.write(torch.ones(3))
     del first
     gc.collect()
-    try:
-        _expect_bits(store.read(equal), torch.ones(3), "float32")
-    except KeyError:
+    if not reads_back(store, equal, torch.ones(3)):
         refuse("freed_equal")
-    del equal
-    slot, other = store.write(torch.ones(3)), store.write(torch.ones(5))
-    del slot
-    gc.collect()
-    _expect_bits(_read(store, other, "一遍", "once"), torch.ones(5), "float32")
 
 
 def _examine_left(store):
@@ -388,31 +323,19 @@ def _examine_left(store):
         refuse("freed_late")
 
 
-def _examine_moved(store):
-    alone = torch.ones(10)
-    storage = weakref.ref(alone.untyped_storage())
-    slot = store.write(alone)
-    del alone
-    gc.collect()
-    if storage() is not None:
-        refuse("kept_in_memory")
-    del slot
-
-
 def _examine_at_work(store):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 1)).to(torch.bfloat16)
-    x = torch.randn(4, 6).to(torch.bfloat16)
-    want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    params, x = list(model.parameters()), torch.randn(4, 6).to(torch.bfloat16)
+    want = torch.autograd.grad(model(x).sum(), params)
     with Offload(model, to=store, min_bytes=0):
         loss = model(x).sum()
-    got = torch.autograd.grad(loss, list(model.parameters()))
-    if not all(map(torch.equal, got, want)):
+    if not all(map(torch.equal, torch.autograd.grad(loss, params), want)):
         refuse("wrong_gradients")
-    del loss, got
+    del loss
     gc.collect()
     if store.held:
-        refuse("never_freed", count_store_held=len(store.held))
+        refuse("never_freed", left=len(store.held))
 
 
 BYTE_STORE = Exercise("34.B", examine_byte_store, byte_store)
@@ -439,7 +362,21 @@ def large_only(pack, unpack, at_least):
 
 SHAPES = [(3,), (30,), (99,), (25, 4), (101,), (50, 4)]
 
-INNER = {
+THRESHOLD = [  # one tensor of each of these shapes is saved, `at_least` is 100
+    ("nothing_moved", lambda t: not t.moved),
+    ("everything_moved", lambda t: t.moved == SHAPES),
+    ("threshold_off", lambda t: t.moved != [(25, 4), (101,), (50, 4)]),
+]
+
+# By key: what is computed of a small tensor, what is done to the result, and whether backward then has to raise.
+SMALL = [
+    ("edit_unnoticed", torch.exp, lambda y: y.mul_(2), True),
+    ("false_alarm", lambda x: (x * 2).add_(1).sin(), lambda y: None, False),
+    ("same_values", torch.exp, lambda y: y.mul_(1), True),
+    ("nan_differs", lambda x: (x * float("nan")).exp(), lambda y: None, False),
+]
+
+INNER = {  # pairs of hooks by what they pack into
     "tensor": (lambda saved: -saved.detach(), lambda packed: -packed),
     "tuple": (lambda saved: (saved.detach() * 2, 0.5), lambda packed: packed[0] * packed[1]),
     "list": (lambda saved: [saved.detach().tolist()], lambda packed: torch.tensor(packed[0])),
@@ -450,435 +387,106 @@ INNER = {
 
 
 def examine_large_only(answer):
-    _examine_threshold(answer)
-    _examine_other_thresholds(answer)
-    pair = _pair(answer(*INNER["tensor"], 100))
-    _examine_leak(pair)
-    _examine_edit(pair)
-    _examine_equal_edit(pair)
+    def make(*given):
+        return _pair(answer(*given))
+
+    refuse_first(THRESHOLD, moved=[shape for shape, *_ in _given(make, 100, map(torch.zeros, SHAPES))])
+    _examine_other_thresholds(make)
+    pair = make(*INNER["tensor"], 100)
+    if _kept(pair, lambda: [torch.zeros(3, requires_grad=True).exp()]):
+        refuse("leaks")
+    for edit in SMALL:
+        _examine_edit(pair, 3, *edit)
     for kind, inner in INNER.items():
-        _examine_values(answer(*inner, 100), kind)
-    _examine_late_edit(pair)
-    _examine_large(answer)
-    _examine_given(answer)
-    first = _pair(answer(torch.detach, lambda packed: packed, 10))
-    answer(torch.zeros_like, lambda packed: packed, 10)
-    if not torch.equal(first[1](first[0](torch.ones(20))), torch.ones(20)):
-        _refuse_latest()
+        _examine_values(make(*inner, 100), kind)
+    _examine_edit(pair, 3, "checked_once", torch.exp, _backward_and_edit, True)
+    # What `pack` has copied away may be freed, and edited.
+    copying = make(lambda saved: saved.tolist(), torch.tensor, 100)
+    if _kept(copying, lambda: [hidden := torch.zeros(200, requires_grad=True) + 1, hidden.sin()]):
+        refuse("large_kept")
+    _examine_edit(copying, 200, "large_checked", torch.exp, lambda y: y.mul_(2), False)
+    # A `pack` may know parameters by their storage, or ask for `requires_grad`.
+    hidden = torch.ones(200, requires_grad=True) * 2
+    if _given(make, 100, [hidden]) != [((200,), hidden.untyped_storage().data_ptr(), True)]:
+        refuse("other_tensor")
+    refuse_latest_pair(make, (torch.detach, torch.clone, 10), (torch.zeros_like, torch.clone, 10), torch.ones(20))
 
 
-def _examine_given(answer):
-    """A `pack` may know parameters by their storage, or ask for `requires_grad`."""
+def _given(make, at_least, tensors):
+    """What `pack` is given when these are saved: of each its shape, where its memory lies, and `requires_grad`."""
     given = []
 
     def pack(saved):
-        given.append((saved.untyped_storage().data_ptr(), saved.requires_grad))
+        given.append((tuple(saved.shape), saved.untyped_storage().data_ptr(), saved.requires_grad))
         return saved.detach()
 
-    hidden = torch.ones(200, requires_grad=True) * 2
-    with saved_tensors_hooks(*answer(pack, lambda packed: packed, 100)):
-        hidden.sin()
-    if given != [(hidden.untyped_storage().data_ptr(), True)]:
-        refuse("other_tensor")
+    with saved_tensors_hooks(*make(pack, torch.clone, at_least)):
+        for tensor in tensors:
+            tensor.requires_grad_().sin()
+    return given
 
 
-def _examine_threshold(answer):
-    moved = []
-
-    def pack(saved):
-        moved.append(tuple(saved.shape))
-        return saved.detach()
-
-    pair = _pair(answer(pack, lambda packed: packed, 100))
-    for shape in SHAPES:
-        with saved_tensors_hooks(*pair):
-            torch.zeros(shape, requires_grad=True).exp()
-    if not moved:
-        refuse("nothing_moved")
-    if moved == SHAPES:
-        refuse("everything_moved")
-    if moved != [(25, 4), (101,), (50, 4)]:
-        refuse("threshold_off", moved=moved)
-
-
-def _examine_other_thresholds(answer):
+def _examine_other_thresholds(make):
     for at_least, x in (
-        (30, torch.zeros(30, requires_grad=True)),
-        (200, torch.zeros(150, requires_grad=True)),
-        (100, torch.zeros(60, dtype=torch.float64, requires_grad=True)),
-        (100, torch.zeros(300, requires_grad=True)[:60]),
-        (100, torch.zeros(120, dtype=torch.bfloat16, requires_grad=True)),
+        (30, torch.zeros(30)),
+        (200, torch.zeros(150)),
+        (100, torch.zeros(60, dtype=torch.float64)),
+        (100, torch.zeros(300)[:60]),
+        (100, torch.zeros(120, dtype=torch.bfloat16)),
     ):
-        moved = []
-        pair = answer(lambda saved, moved=moved: moved.append(1) or saved.detach(), lambda packed: packed, at_least)
-        with saved_tensors_hooks(*pair):
-            x.sin()
-        if bool(moved) != (x.numel() >= at_least):
-            zh, en = ("交给了", "was") if moved else ("没有交给", "was not")
-            refuse(
-                "other_threshold",
-                zh=f"`at_least` 是 {at_least} 时，一个有 {x.numel()} 个元素的 `{x.dtype}` 张量{zh} `pack`；"
-                f"它背后的内存有 {x.untyped_storage().nbytes()} 字节。数的应当是元素，与 `at_least` 比。",
-                en=f"With `at_least` {at_least} a `{x.dtype}` tensor of {x.numel()} elements {en} given to `pack`; the memory "
-                f"behind it has {x.untyped_storage().nbytes()} bytes. Its elements are to be counted, and compared with "
-                "`at_least`.",
-            )
+        moved, count, memory = bool(_given(make, at_least, [x])), x.numel(), x.untyped_storage().nbytes()
+        if moved != (count >= at_least):
+            given = Phrase("given" if moved else "not_given")
+            refuse("other_threshold", at_least=at_least, count=count, dtype=x.dtype, memory=memory, given=given)
 
 
-def _examine_leak(pair):
+def _kept(pair, compute):
+    """Whether the memory of the first of these results is still there when it is gone, with the others alive."""
     with saved_tensors_hooks(*pair):
-        y = torch.zeros(3, requires_grad=True).exp()
-    alive = weakref.ref(y.untyped_storage())
-    del y
+        first, *_others = compute()
+    memory = weakref.ref(first.untyped_storage())
+    del first
     gc.collect()
-    if alive() is not None:
-        refuse("leaks")
+    return memory() is not None
 
 
-def _examine_edit(pair):
-    x = torch.zeros(3, requires_grad=True)
+def _examine_edit(pair, size, key, compute, then, edited_since):
+    """Refuse for `key` where backward raises a RuntimeError though nothing was edited, or does not though it was."""
     with saved_tensors_hooks(*pair):
-        y = x.exp()
-        z = x.exp().add_(1).sin()
-    y.mul_(2)
+        y = compute(torch.zeros(size, requires_grad=True))
+    then(y)
     try:
         y.sum().backward()
+        raises = False
     except RuntimeError:
-        pass
+        raises = True
     except Exception as error:
+        if not edited_since:
+            raise
         refuse("other_error", error=error)
-    else:
-        refuse("edit_unnoticed")
-    try:
-        _ = z.grad_fn._saved_self
-    except RuntimeError:
-        refuse("false_alarm")
+    if raises != edited_since:
+        refuse(key)
 
 
-def _examine_equal_edit(pair):
-    x = torch.zeros(3, requires_grad=True)
-    with saved_tensors_hooks(*pair):
-        y = x.exp()
-    y.mul_(1)
-    try:
-        y.sum().backward()
-    except RuntimeError:
-        pass
-    else:
-        refuse("same_values")
-    with saved_tensors_hooks(*pair):
-        y = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True).exp()
-    try:
-        y.sum().backward()
-    except RuntimeError:
-        refuse("nan_differs")
-
-
-def _examine_late_edit(pair):
-    x = torch.zeros(3, requires_grad=True)
-    with saved_tensors_hooks(*pair):
-        y = x.exp()
+def _backward_and_edit(y):
     y.sum().backward(retain_graph=True)
     y.detach().mul_(2)
-    try:
-        y.sum().backward()
-    except RuntimeError:
-        return
-    refuse("checked_once")
-
-
-def _examine_large(answer):
-    """What `pack` has copied away may be edited, and freed."""
-    pair = answer(lambda saved: saved.tolist(), torch.tensor, 100)
-    x = torch.zeros(200, requires_grad=True)
-    with saved_tensors_hooks(*pair):
-        y = x.exp()
-        hidden = x + 1
-        z = hidden.sin()
-    memory = weakref.ref(hidden.untyped_storage())
-    del hidden
-    gc.collect()
-    if memory() is not None:
-        refuse("large_kept")
-    y.mul_(2)
-    try:
-        (y.sum() + z.sum()).backward()
-    except RuntimeError:
-        refuse("large_checked")
 
 
 def _examine_values(pair, kind):
     for shape in SHAPES:
-        x = torch.full(shape, 0.5, requires_grad=True)
+        x, found = torch.full(shape, 0.5, requires_grad=True), {"kind": kind, "shape": list(shape)}
         try:
             with saved_tensors_hooks(*pair):
                 y = x.exp()
             y.sum().backward(retain_graph=True)
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, KeyError) as error:
-            x.grad = None
-            said = type(error).__name__
-        else:
-            said = "-"
-        if x.grad is None or not torch.allclose(x.grad, x.detach().exp(), rtol=1e-4):
-            refuse("not_restored", kind=kind, shape=list(shape), said=said)
-        try:
-            y.sum().backward()
-        except Exception as error:
-            refuse("unpacked_once", error=error)
+            refuse("not_restored", **found, raised=type(error).__name__)
+        if not torch.allclose(x.grad, x.detach().exp(), rtol=1e-4):
+            refuse("not_restored", **found, raised="-")
+        refuse_unpacked_once(y.sum())
 
 
 LARGE_ONLY = Exercise("34.C", examine_large_only, large_only)
 
-# ---- 34.D: SaveToDisk, on Offload and Disk ----
-
-
-def save_to_disk(module, folder):
-    from hooklab import Offload
-    from hooklab.stores import Disk
-
-    class SaveToDisk(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.folder = module, folder
-
-        def forward(self, *args, **kwargs):
-            with Offload(self.module, to=Disk(self.folder), min_bytes=4096):
-                return self.module(*args, **kwargs)
-
-    return SaveToDisk()
-
-
-class _Write(NamedTuple):
-    """What a `Disk` was given once: for which folder, from which memory of how many bytes, and the content itself."""
-
-    folder: str
-    place: int
-    memory: int
-    content: Tensor
-
-    def is_of(self, own):
-        """Whether this is what `own` holds, or a copy of it."""
-        if self.place == own.untyped_storage().data_ptr():
-            return True
-        mine, its = (tensor.detach().flatten() for tensor in (self.content, own))
-        return mine.nbytes == its.nbytes and torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
-
-
-class _Seen:
-    """What every `Disk` is given while this is open.
-
-    And how often a `Disk` was made or an `Offload` opened.
-    """
-
-    def __enter__(self):
-        self.writes, self.tools, self.stack = [], 0, ExitStack()
-        write = Disk.write
-
-        def noting(disk, tensor):
-            storage = tensor.untyped_storage()
-            content = tensor.detach().clone()
-            self.writes.append(_Write(disk.folder, storage.data_ptr(), storage.nbytes(), content))
-            return write(disk, tensor)
-
-        def counting(run):
-            def counted(*args, **kwargs):
-                self.tools += 1
-                return run(*args, **kwargs)
-
-            return counted
-
-        self.stack.enter_context(patch.object(Disk, "write", noting))
-        self.stack.enter_context(patch.object(Disk, "__init__", counting(Disk.__init__)))
-        self.stack.enter_context(patch.object(Offload, "__enter__", counting(Offload.__enter__)))
-        return self
-
-    def __exit__(self, *exc_info):
-        self.stack.close()
-
-    def during(self, run):
-        """What `run` returns, and what was written meanwhile."""
-        before = len(self.writes)
-        return run(), self.writes[before:]
-
-
-class _Attention(nn.MultiheadAttention):
-    """Saves a buffer of its own, of 4,096 bytes, and a mask of one byte less."""
-
-    def __init__(self):
-        super().__init__(8, 2, batch_first=True)
-        self.register_buffer("gains", torch.rand(16, 8, 8))
-
-    def forward(self, *args, **kwargs):
-        output, weights = super().forward(*args, **kwargs)
-        odd = torch.arange(4095) % 2 == 1
-        return output * self.gains + torch.where(odd, output.mean(), 0.0).mean(), weights
-
-
-class _Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        (self.weight * x).exp()
-        raise ValueError("this model always fails")
-
-
-def examine_save_to_disk(answer):
-    """In a thread of its own: a context that is left open goes with it."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _Seen() as seen:
-        _in_thread(lambda: _examine_wrapper(answer, folder, seen))
-        gc.collect()  # a file must be closed before its folder goes, on Windows
-
-
-def _in_thread(run):
-    done, raised = [], []
-
-    def guarded():
-        try:
-            with grad_stays_on():
-                done.append(run())
-        except Exception as error:
-            raised.append(error)
-
-    thread = Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return done[0]
-
-
-def _saves_outside():
-    torch.zeros(10_000, requires_grad=True).exp()
-
-
-def _examine_wrapper(answer, folder, seen):
-    torch.manual_seed(0)
-    model = _Attention()
-    query, memory = torch.randn(16, 8, 8), torch.randn(16, 10, 8)
-    want = _attend(model, model, query, memory)
-    _, wanted = seen.during(lambda: _attend(save_to_disk(model, folder), model, query, memory))
-    called = []
-    model.register_forward_hook(lambda *args: called.append(1))
-    before = seen.tools
-    wrapped = answer(model, folder)
-    _examine_module(wrapped, model)
-    got, writes = seen.during(lambda: _attend(wrapped, model, query, memory))
-    if not called:
-        refuse("skipped_hooks")
-    if len(called) > 1:
-        refuse("ran_twice", count_called=len(called))
-    if not torch.equal(got[0], want[0]):
-        refuse("wrong_output")
-    if not writes and seen.tools == before:
-        refuse("no_tools")
-    _examine_writes(writes, model, folder)
-    # Of the content: a store around a `Disk` may be given a copy, which lies in a memory no larger than that.
-    most, moved = (sum(write.content.nbytes for write in some) for some in (wanted, writes))
-    if (kept := most - moved) > 0:
-        refuse("kept_some", kept=kept)
-    if not all(map(torch.equal, got[1], want[1])):
-        refuse("wrong_gradients")
-    _examine_elsewhere(wrapped, model, query, memory, seen)
-    _examine_closed(answer(_Failing(), folder), seen)
-    _examine_copy(wrapped, query, memory, seen)
-    _examine_two_wrappers(answer, folder, seen)
-
-
-def _examine_two_wrappers(answer, folder, seen):
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
-        wrapped = [answer(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), where) for where in (folder, elsewhere)]
-        first, second = (
-            {write.folder for write in seen.during(lambda run=run: run(torch.ones(64, 64)).sum().backward())[1]}
-            for run in wrapped
-        )
-        del wrapped
-        gc.collect()
-    if first - {folder}:
-        _refuse_latest()
-    if second - {elsewhere}:
-        _refuse_folder()
-
-
-def _refuse_folder():
-    refuse("wrong_folder")
-
-
-def _examine_module(wrapped, model):
-    if wrapped is None:
-        refuse("returned_nothing")
-    if not isinstance(wrapped, nn.Module):
-        refuse("not_a_module", wrapped=wrapped)
-    if {id(param) for param in wrapped.parameters()} != {id(param) for param in model.parameters()}:
-        refuse("not_registered")
-
-
-def _attend(wrapped, model, query, memory):
-    model.zero_grad()
-    got = wrapped(query, memory, value=memory, need_weights=False)
-    if got is None:
-        refuse("forward_returned_nothing")
-    if isinstance(got[0], Tensor) and not got[0].requires_grad:
-        refuse("no_graph")
-    got[0].square().sum().backward()
-    return got[0].detach(), [param.grad for param in model.parameters()]
-
-
-def _of_its_own(writes, model):
-    """The parameters and buffers that were written, or copies of them."""
-    return [own for own in (*model.parameters(), *model.buffers()) if any(write.is_of(own) for write in writes)]
-
-
-def _examine_writes(writes, model, folder):
-    if not writes:
-        refuse("nothing_moved")
-    if {write.folder for write in writes} != {folder}:
-        _refuse_folder()
-    if moved := len(_of_its_own(writes, model)):
-        refuse("moved_own", moved=moved)
-    if (smallest := min(write.memory for write in writes)) < 4096:
-        refuse("moved_small", smallest=smallest)
-
-    if all(write.memory > 4096 for write in writes):
-        refuse("threshold_off")
-
-
-def _examine_elsewhere(wrapped, model, query, memory, seen):
-    _, writes = seen.during(lambda: _in_thread(lambda: _attend(wrapped, model, query, memory)))
-    if not writes:
-        refuse("other_thread")
-    if seen.during(_saves_outside)[1]:
-        refuse("left_open")
-    if wrapped is model or seen.during(lambda: _attend(model, model, query, memory))[1]:
-        refuse("module_changed")
-
-
-def _examine_closed(wrapped, seen):
-    try:
-        wrapped(torch.ones(3))
-    except ValueError:
-        pass
-    else:
-        refuse("hid_error")
-    if seen.during(_saves_outside)[1]:
-        refuse("left_after_error")
-
-
-def _examine_copy(wrapped, query, memory, seen):
-    try:
-        twin = deepcopy(wrapped)
-    except TypeError as error:
-        refuse("not_copyable", error=error)
-    got, writes = seen.during(lambda: _attend(twin, twin, query, memory))
-    if any(grad is None for grad in got[1]):
-        refuse("copy_runs_original")
-    if _of_its_own(writes, twin):
-        refuse("copy_moves_own")
-    if not writes or not torch.equal(got[0], wrapped(query, memory, value=memory, need_weights=False)[0]):
-        refuse("copy_differs")
-
-
-SAVE_TO_DISK = Exercise("34.D", examine_save_to_disk, save_to_disk)
-
-EXERCISES = [DISK_HOOKS, BYTE_STORE, LARGE_ONLY, SAVE_TO_DISK]
+EXERCISES = [DISK_HOOKS, BYTE_STORE, LARGE_ONLY]

@@ -3,7 +3,6 @@
 import torch
 from torch.nn.modules import module as modules
 
-from hooklab.course.check import Exercise, find
 from hooklab.course.checks.n00_start_here import peek
 
 # ---- 00.A: a hook that halves the gradient ----
@@ -21,22 +20,25 @@ def returned_nothing(grad):
 # ---- 00.B: run a model once, look at the shape inside it, leave no trace ----
 
 
-def left_behind(model, name, x):
+def hang(child):
+    """The list into which a forward hook on `child` puts the shapes of outputs, and the handle."""
     shapes = []
-    model.get_submodule(name).register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    return shapes, child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+
+
+def left_behind(model, name, x):
+    shapes, _ = hang(model.get_submodule(name))
     return model(x), shapes[0]
 
 
 def left_after_error(model, name, x):
-    shapes = []
-    child = model.get_submodule(name)
-    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    shapes, handle = hang(model.get_submodule(name))
     output = model(x)
     handle.remove()
     return output, shapes[0]
 
 
-def forward_replaced(model, name, x):
+def never_put_back(model, name, x):
     shapes, child = [], model.get_submodule(name)
     run = child.forward
 
@@ -46,15 +48,20 @@ def forward_replaced(model, name, x):
         return output
 
     child.forward = forward
-    output = model(x)
+    return model(x), shapes[0]
+
+
+def forward_replaced(model, name, x):
+    """Puts the old `forward` back, but not after an error."""
+    child = model.get_submodule(name)
+    run = child.forward
+    result = never_put_back(model, name, x)
     child.forward = run
-    return output, shapes[0]
+    return result
 
 
 def another_error(model, name, x):
-    shapes = []
-    child = model.get_submodule(name)
-    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    shapes, handle = hang(model.get_submodule(name))
     try:
         output = model(x)
     finally:
@@ -69,7 +76,19 @@ def removed_others(model, name, x):
     return output, shape
 
 
-def returned_the_shape(model, name, x):
+def removed_others_after_error(model, name, x):
+    child = model.get_submodule(name)
+    shapes, handle = hang(child)
+    try:
+        output = model(x)
+    except Exception:
+        child._forward_hooks.clear()
+        raise
+    handle.remove()
+    return output, shapes[0]
+
+
+def replaced_output(model, name, x):
     shapes = {}
     child = model.get_submodule(name)
     handle = child.register_forward_hook(lambda module, args, output: shapes.setdefault("shape", output.shape))
@@ -90,9 +109,7 @@ def detached(model, name, x):
 
 
 def direct_children(model, name, x):
-    shapes = []
-    child = getattr(model, name)
-    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    shapes, handle = hang(getattr(model, name))
     try:
         return model(x), shapes[0]
     finally:
@@ -106,21 +123,27 @@ def hid_the_error(model, name, x):
         return None, None
 
 
-def clears_after_an_error(model, name, x):
-    shapes = []
-    child = model.get_submodule(name)
-    handle = child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-    try:
-        output = model(x)
-    except Exception:
-        child._forward_hooks.clear()
-        raise
+def by_the_end_of_the_name(model, name, x):
+    return peek(model, next(full for full, _ in reversed(list(model.named_modules())) if full.endswith(name)), x)
+
+
+def hooked_everywhere(model, name, x):
+    """Takes its global hook off, but not after an error."""
+    shapes, child = [], model.get_submodule(name)
+    handle = modules.register_module_forward_hook(
+        lambda module, args, output: shapes.append(tuple(output.shape)) if module is child else None
+    )
+    output = model(x)
     handle.remove()
     return output, shapes[0]
 
 
-def by_the_end_of_the_name(model, name, x):
-    return peek(model, next(full for full, _ in reversed(list(model.named_modules())) if full.endswith(name)), x)
+def hooked_on_the_model(model, name, x):
+    """Finds out on the model itself when the run is over."""
+    handle = model.register_forward_hook(lambda *given: None)
+    result = peek(model, name, x)
+    handle.remove()
+    return result
 
 
 WRONG = {
@@ -140,9 +163,9 @@ WRONG = {
         "forward_replaced": forward_replaced,
         "another_error": another_error,
         "removed_others": removed_others,
-        "removed_others_after_error": clears_after_an_error,
+        "removed_others_after_error": removed_others_after_error,
         "another_of_the_name": by_the_end_of_the_name,
-        "replaced_output": returned_the_shape,
+        "replaced_output": replaced_output,
         "shape_alone": lambda model, name, x: peek(model, name, x)[1],
         "raised": lambda model, name, x: peek(model, name, x.shape),
         "wrong_call_count": called_forward,
@@ -155,39 +178,6 @@ WRONG = {
     },
 }
 
-
-def hooked_everywhere(model, name, x):
-    """Takes its global hook off, but not after an error."""
-    shapes, child = [], model.get_submodule(name)
-    handle = modules.register_module_forward_hook(
-        lambda module, args, output: shapes.append(tuple(output.shape)) if module is child else None
-    )
-    output = model(x)
-    handle.remove()
-    return output, shapes[0]
-
-
-def never_put_back(model, name, x):
-    shapes, child = [], model.get_submodule(name)
-    run = type(child).forward
-
-    def forward(*args):
-        output = run(child, *args)
-        shapes.append(tuple(output.shape))
-        return output
-
-    child.forward = forward
-    return model(x), shapes[0]
-
-
-def hooked_on_the_model(model, name, x):
-    """Finds out on the model itself when the run is over."""
-    handle = model.register_forward_hook(lambda *given: None)
-    result = find("00.B", Exercise).solution(model, name, x)
-    handle.remove()
-    return result
-
-
 ALSO_WRONG = [
     ("00.B", "left_after_error", hooked_everywhere),
     ("00.B", "left_after_error", hooked_on_the_model),
@@ -195,5 +185,5 @@ ALSO_WRONG = [
 ]
 
 RIGHT = [
-    ("00.B", lambda model, name, x: list(find("00.B", Exercise).solution(model, name, x))),
+    ("00.B", lambda model, name, x: list(peek(model, name, x))),
 ]

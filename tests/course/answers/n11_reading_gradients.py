@@ -1,8 +1,8 @@
 """Answers to the exercises of notebook 11: wrong ones by the name of their refusal, and right ones."""
 
 import torch
+from torch import Tensor
 
-from hooklab.course.check import Exercise, find
 from hooklab.course.checks.n11_reading_gradients import gradient_of, record, without_gradient
 
 # ---- 11.A: the gradient of any tensor, without touching a .grad ----
@@ -28,6 +28,17 @@ def filled_only_its_own(loss, tensor):
 # ---- 11.B: a list into which every gradient of a tensor is copied ----
 
 
+def recording(take):
+    """An answer that puts down `take(grad)`."""
+
+    def answer(tensor):
+        gradients = []
+        tensor.register_hook(lambda grad: gradients.append(take(grad)))
+        return gradients
+
+    return answer
+
+
 def nothing_recorded(tensor):
     gradients = []
 
@@ -38,7 +49,7 @@ def nothing_recorded(tensor):
     return gradients
 
 
-SHARED = []
+SHARED = []  # the list of every call
 
 
 def shared_list(tensor):
@@ -70,12 +81,6 @@ def changed(tensor):
         return first.setdefault("grad", grad)
 
     tensor.register_hook(hook)
-    return gradients
-
-
-def not_a_copy(tensor):
-    gradients = []
-    tensor.register_hook(lambda grad: gradients.append(grad))
     return gradients
 
 
@@ -113,15 +118,15 @@ def zeros_left_out(tensor):
     return gradients
 
 
-def record_float32(tensor):
+def of_the_original(tensor):
+    """Keeps the gradient itself, and lets a copy flow on."""
     gradients = []
-    tensor.register_hook(lambda grad: gradients.append(grad.clone().float()))
-    return gradients
 
+    def hook(grad):
+        gradients.append(grad)
+        return grad.clone()
 
-def record_numbers(tensor):
-    gradients = []
-    tensor.register_hook(lambda grad: gradients.append(grad.tolist()))
+    tensor.register_hook(hook)
     return gradients
 
 
@@ -159,6 +164,11 @@ def of_direct_children(model):
     return found
 
 
+def in_a_default(model, found=[]):  # noqa: B006
+    found += without_gradient(model)
+    return found
+
+
 WRONG = {
     "11.A": {
         "wrong_type": lambda loss, tensor: gradient_of(loss, tensor).tolist(),
@@ -175,14 +185,14 @@ WRONG = {
         "nothing_recorded": nothing_recorded,
         "only_last": only_last,
         "shared_list": shared_list,
-        "wrong_type": record_numbers,
-        "wrong_dtype": record_float32,
+        "wrong_type": recording(Tensor.tolist),
+        "wrong_dtype": recording(lambda grad: grad.clone().float()),
         "leaf": middle_only,
         "leaf_grad": leaf_grad,
         "zero_for_none": zeros_left_out,
         "read_dot_grad": read_dot_grad,
         "changed": changed,
-        "not_a_copy": not_a_copy,
+        "not_a_copy": recording(lambda grad: grad),
         "never_freed": never_freed,
         "not_a_list": lambda tensor: tensor.register_hook(lambda grad: None),
     },
@@ -200,24 +210,6 @@ WRONG = {
         "raised": lambda model: named(model, lambda param: param.grad.sum() == 0),
     },
 }
-
-
-def in_a_default(model, found=[]):  # noqa: B006
-    found += find("11.C", Exercise).solution(model)
-    return found
-
-
-def of_the_original(tensor):
-    """Keeps the gradient itself, and lets a copy flow on."""
-    gradients = []
-
-    def hook(grad):
-        gradients.append(grad)
-        return grad.clone()
-
-    tensor.register_hook(hook)
-    return gradients
-
 
 ALSO_WRONG = [
     ("11.C", "one_model_only", in_a_default),

@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+from torch import nn
 
 from hooklab.course.checks.n13_hooks_inside_a_module import arrival_order, hook_output
 
@@ -88,7 +89,7 @@ def whole_node(x):
     return x
 
 
-_HANDLES: list = []
+_HANDLES = []
 
 
 def latest_only(x):
@@ -108,20 +109,21 @@ def nan_is_zero(x):
 # ---- 13.B: hang a tensor hook on a module's output, from outside ----
 
 
-def replaced_output(module, hook):
-    return module.register_forward_hook(lambda module, args, output: output.register_hook(hook))
+def _looking(ready, hang=lambda hook, args, output: output.register_hook(hook)):
+    """Answers with a forward hook that asks `ready(module, args, output)`, and then hangs `hook`."""
+
+    def answer(module, hook):
+        def look(module, args, output):
+            if ready(module, args, output):
+                hang(hook, args, output)
+
+        return module.register_forward_hook(look)
+
+    return answer
 
 
-def called_in_forward(module, hook):
-    return module.register_forward_hook(lambda module, args, output: hook(output))
-
-
-def other_gradient(module, hook):
-    def hang(module, args, output):
-        if args[0].requires_grad:
-            args[0].register_hook(hook)
-
-    return module.register_forward_hook(hang)
+def _output_requires_grad(module, args, output):
+    return output.requires_grad
 
 
 def changed_output(module, hook):
@@ -130,30 +132,6 @@ def changed_output(module, hook):
         if changed.requires_grad:
             changed.register_hook(hook)
         return changed
-
-    return module.register_forward_hook(hang)
-
-
-def hook_fails_in_no_grad(module, hook):
-    def hang(module, args, output):
-        output.register_hook(hook)
-
-    return module.register_forward_hook(hang)
-
-
-def hook_fails_when_frozen(module, hook):
-    def hang(module, args, output):
-        if torch.is_grad_enabled():
-            output.register_hook(hook)
-
-    return module.register_forward_hook(hang)
-
-
-def hook_switches_on(module, hook):
-    def hang(module, args, output):
-        if not output.requires_grad:
-            output.requires_grad_()
-        output.register_hook(hook)
 
     return module.register_forward_hook(hang)
 
@@ -195,14 +173,6 @@ def last_forward_only(module, hook):
     return module.register_forward_hook(hang)
 
 
-def none_replaces(module, hook):
-    def hang(module, args, output):
-        if output.requires_grad:
-            output.grad_fn.register_prehook(lambda grads: (hook(grads[0]),))
-
-    return module.register_forward_hook(hang)
-
-
 class _Deaf:
     def remove(self):
         pass
@@ -211,42 +181,6 @@ class _Deaf:
 def still_there(module, hook):
     hook_output(module, hook)
     return _Deaf()
-
-
-def full_backward_hook(module, hook):
-    return module.register_full_backward_pre_hook(lambda module, grad_output: (hook(grad_output[0]),))
-
-
-def on_node(module, hook):
-    def hang(module, args, output):
-        if output.requires_grad:
-            output.grad_fn.register_hook(hook)
-
-    return module.register_forward_hook(hang)
-
-
-def in_training_only(module, hook):
-    def hang(module, args, output):
-        if module.training and output.requires_grad:
-            output.register_hook(hook)
-
-    return module.register_forward_hook(hang)
-
-
-def asks_input(module, hook):
-    def hang(module, args, output):
-        if args[0].requires_grad:
-            output.register_hook(hook)
-
-    return module.register_forward_hook(hang)
-
-
-def asks_parameters(module, hook):
-    def hang(module, args, output):
-        if output.requires_grad and any(param.requires_grad for param in module.parameters()):
-            output.register_hook(hook)
-
-    return module.register_forward_hook(hang)
 
 
 def everywhere(module, hook):
@@ -258,9 +192,15 @@ def everywhere(module, hook):
 _LATEST = {}
 
 
-def hook_of_the_latest(module, hook):
+def calls_the_latest(module, hook):
     _LATEST["hook"] = hook
     return hook_output(module, lambda grad: _LATEST["hook"](grad))
+
+
+def hangs_the_latest(module, hook):
+    _LATEST["hook"] = hook
+    hang = _looking(_output_requires_grad, lambda _, args, output: output.register_hook(_LATEST["hook"]))
+    return hang(module, hook)
 
 
 class _Cleared:
@@ -293,6 +233,61 @@ def one_per_module(module, hook):
 # ---- 13.C: in which order do gradients arrive at the outputs of the children? ----
 
 
+def _run(model, x, handles):
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+
+
+def _leave(model, x, handles):
+    model(x).sum().backward()
+
+
+def _remove_and_run(model, x, handles):
+    for handle in handles:
+        handle.remove()
+    model(x).sum().backward()
+
+
+def _arrivals(
+    layers=nn.Module.named_children,
+    of=lambda args, output: output,
+    ready=lambda tensor: tensor.requires_grad,
+    counts=lambda grad: True,
+    run=_run,
+):
+    """Answers that differ in one thing each."""
+
+    def answer(model, x):
+        order, handles = [], []
+        for name, layer in layers(model):
+
+            def hang(module, args, output, name=name):
+                if ready(tensor := of(args, output)):
+                    tensor.register_hook(lambda grad: order.append(name) if counts(grad) else None)
+
+            handles.append(layer.register_forward_hook(hang))
+        run(model, x, handles)
+        return order
+
+    return answer
+
+
+def _by_hooks(register):
+    """Answers that hang with `register(child, note)`, for each child that gets a hook; `note` takes whatever it is given."""
+
+    def answer(model, x):
+        order, handles = [], []
+        for name, child in model.named_children():
+            handles.append(register(child, lambda *args, name=name: order.append(name)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a full backward hook on the first layer, whose input requires no gradient
+            _run(model, x, [handle for handle in handles if handle is not None])
+        return order
+
+    return answer
+
+
 def last_name(model, x):
     order, handles = [], []
 
@@ -301,47 +296,7 @@ def last_name(model, x):
 
     for name, child in model.named_children():  # noqa: B007
         handles.append(child.register_forward_hook(hang))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def in_forward(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-        handles.append(child.register_forward_hook(lambda *args, name=name: order.append(name)))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def zeros_left_out(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-
-        def hang(module, args, output, name=name):
-            if output.requires_grad:
-                output.register_hook(lambda grad: order.append(name) if grad.any() else None)
-
-        handles.append(child.register_forward_hook(hang))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def left_behind(model, x):
-    order = []
-    for name, child in model.named_children():
-
-        def hang(module, args, output, name=name):
-            if output.requires_grad:
-                output.register_hook(lambda grad: order.append(name))
-
-        child.register_forward_hook(hang)
-    model(x).sum().backward()
+    _run(model, x, handles)
     return order
 
 
@@ -362,125 +317,24 @@ def hung_too_late(model, x):
     return order
 
 
-def order_fails_when_frozen(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-
-        def hang(module, args, output, name=name):
-            output.register_hook(lambda grad: order.append(name))
-
-        handles.append(child.register_forward_hook(hang))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def _arrivals(model, x, layers, of=lambda args, output: output, switch_on=False):
-    order, handles = [], []
-    for name, layer in layers:
-
-        def hang(module, args, output, name=name):
-            tensor = of(args, output)
-            if switch_on and not tensor.requires_grad:
-                tensor.requires_grad_()
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: order.append(name))
-
-        handles.append(layer.register_forward_hook(hang))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
-def whole_model(model, x):
-    return _arrivals(model, x, model.named_modules())
-
-
-def arrivals_at_inputs(model, x):
-    return _arrivals(model, x, model.named_children(), of=lambda args, output: args[0])
-
-
-def arrivals_switched_on(model, x):
-    return _arrivals(model, x, model.named_children(), switch_on=True)
-
-
-def full_backward_hooks(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-        handles.append(child.register_full_backward_hook(lambda *args, name=name: order.append(name)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first layer's input requires no gradient
-        model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
-
-
 def removed_others(model, x):
-    order = left_behind(model, x)
+    order = _arrivals(run=_leave)(model, x)
     for child in model.children():
         child._forward_hooks.clear()
     return order
 
 
-def changed_input(model, x):
-    return arrival_order(model, x.requires_grad_())
-
-
-def nothing_arrived(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-
-        def hang(module, args, output, name=name):
-            if output.requires_grad:
-                output.register_hook(lambda grad: order.append(name))
-
-        handles.append(child.register_forward_hook(hang))
-    for handle in handles:
-        handle.remove()
-    model(x).sum().backward()
-    return order
-
-
-def repeated(model, x):
-    return arrival_order(model, x) + arrival_order(model, x)
-
-
 def order_of_parameters(model, x):
-    order, handles = [], []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            handles.append(param.register_hook(lambda grad, name=name: order.append(name)))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
+    order = []
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    handles = [param.register_hook(lambda grad, name=name: order.append(name)) for name, param in trained]
+    _run(model, x, handles)
     return order
 
 
-def handle_for_output(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-        hang = lambda module, args, output, name=name: output.register_hook(lambda grad: order.append(name))  # noqa: E731
-        handles.append(child.register_forward_hook(hang))
-    try:
-        model(x).sum().backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return order
-
-
-def from_weights(model, x):
-    order, handles = [], []
-    for name, child in model.named_children():
-        if hasattr(child, "weight") and child.weight.requires_grad:
-            handles.append(child.weight.register_hook(lambda grad, name=name: order.append(name)))
-    model(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    return order
+def _on_weight(child, note):
+    if hasattr(child, "weight") and child.weight.requires_grad:
+        return child.weight.register_hook(note)
 
 
 def without_in_place(model, x):
@@ -517,78 +371,80 @@ WRONG = {
     "13.B": {
         "one_per_module": one_per_module,
         "removed_others": lambda module, hook: _Cleared(module, hook_output(module, hook)),
-        "replaced_output": replaced_output,
+        "replaced_output": lambda module, hook: module.register_forward_hook(
+            lambda module, args, output: output.register_hook(hook)
+        ),
         "changed_output": changed_output,
-        "called_in_forward": called_in_forward,
+        "called_in_forward": lambda module, hook: module.register_forward_hook(
+            lambda module, args, output: hook(output)
+        ),
         "hook_on_module": lambda module, hook: module.register_forward_hook(hook),
-        "fails_in_no_grad": hook_fails_in_no_grad,
-        "fails_when_frozen": hook_fails_when_frozen,
-        "switched_on": hook_switches_on,
+        "fails_in_no_grad": _looking(lambda module, args, output: True),
+        "fails_when_frozen": _looking(lambda module, args, output: torch.is_grad_enabled()),
+        "switched_on": _looking(lambda module, args, output: output.requires_grad_() is output),
         "no_handle": no_handle,
         "first_only": hangs_once,
         "never_called": lambda module, hook: module.register_forward_hook(lambda *args: None),
         "wrong_count": twice,
-        "hook_on_node": on_node,
-        "only_in_training": in_training_only,
-        "other_gradient": other_gradient,
+        "hook_on_node": _looking(_output_requires_grad, lambda hook, args, output: output.grad_fn.register_hook(hook)),
+        "only_in_training": _looking(lambda module, args, output: module.training and output.requires_grad),
+        "other_gradient": _looking(
+            lambda module, args, output: args[0].requires_grad, lambda hook, args, output: args[0].register_hook(hook)
+        ),
         "value_dropped": value_dropped,
         "last_forward_only": last_forward_only,
-        "asks_input": asks_input,
-        "asks_parameters": asks_parameters,
+        "asks_input": _looking(lambda module, args, output: args[0].requires_grad),
+        "asks_parameters": _looking(
+            lambda module, args, output: (
+                output.requires_grad and any(param.requires_grad for param in module.parameters())
+            )
+        ),
         "everywhere": everywhere,
-        "latest_call": hook_of_the_latest,
-        "none_replaces": none_replaces,
+        "latest_call": calls_the_latest,
+        "none_replaces": _looking(
+            _output_requires_grad,
+            lambda hook, args, output: output.grad_fn.register_prehook(lambda grads: (hook(grads[0]),)),
+        ),
         "still_there": still_there,
-        "full_backward_hook": full_backward_hook,
+        "full_backward_hook": lambda module, hook: module.register_full_backward_pre_hook(
+            lambda module, grad_output: (hook(grad_output[0]),)
+        ),
         "hooked_a_view": hooked_a_view,
     },
     "13.C": {
         "other_gradients": run_twice,
         "changed_given": without_in_place,
         "last_name": last_name,
-        "forward_order": in_forward,
+        "forward_order": _by_hooks(nn.Module.register_forward_hook),
         "unused_counted": lambda model, x: [name for name, _ in model.named_children()][::-1],
-        "left_behind": left_behind,
+        "left_behind": _arrivals(run=_leave),
         "hung_too_late": hung_too_late,
-        "fails_when_frozen": order_fails_when_frozen,
-        "wrong_order": from_weights,
-        "whole_model": whole_model,
-        "full_backward_hook": full_backward_hooks,
+        "fails_when_frozen": _arrivals(ready=lambda tensor: True),
+        "wrong_order": _by_hooks(_on_weight),
+        "whole_model": _arrivals(nn.Module.named_modules),
+        "full_backward_hook": _by_hooks(nn.Module.register_full_backward_hook),
         "removed_others": removed_others,
-        "changed_input": changed_input,
+        "changed_input": lambda model, x: arrival_order(model, x.requires_grad_()),
         "not_names": lambda model, x: list(model.children())[::-1],
         "not_children": order_of_parameters,
-        "nothing_arrived": nothing_arrived,
-        "repeated": repeated,
-        "switched_on": arrivals_switched_on,
-        "on_inputs": arrivals_at_inputs,
-        "zero_for_none": zeros_left_out,
-        "replaced_output": handle_for_output,
+        "nothing_arrived": _arrivals(run=_remove_and_run),
+        "repeated": lambda model, x: arrival_order(model, x) + arrival_order(model, x),
+        "switched_on": _arrivals(ready=lambda tensor: tensor.requires_grad_() is tensor),
+        "on_inputs": _arrivals(of=lambda args, output: args[0]),
+        "zero_for_none": _arrivals(counts=torch.any),
+        "replaced_output": _by_hooks(
+            lambda child, note: child.register_forward_hook(lambda module, args, output: output.register_hook(note))
+        ),
     },
 }
 
-
-def hangs_the_latest(module, hook):
-    _LATEST["hook"] = hook
-
-    def hang(module, args, output):
-        if output.requires_grad:
-            output.register_hook(_LATEST["hook"])
-
-    return module.register_forward_hook(hang)
-
-
-def asks_the_weight(module, hook):
-    def hang(module, args, output):
-        if output.requires_grad and module.weight.requires_grad:
-            output.register_hook(hook)
-
-    return module.register_forward_hook(hang)
-
-
 ALSO_WRONG = [
     ("13.B", "latest_call", hangs_the_latest),
-    ("13.B", "asks_parameters", asks_the_weight),
+    (
+        "13.B",
+        "asks_parameters",
+        _looking(lambda module, args, output: output.requires_grad and module.weight.requires_grad),
+    ),
 ]
 
 RIGHT = []

@@ -2,17 +2,12 @@
 
 import copy
 from collections import Counter
-from functools import partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from hooklab.census import hooks_on
-from hooklab.course.check import (
-    Exercise,
-    find,
-)
-from hooklab.course.checks.n14_when_and_in_what_order import _look, final_gradient, left_by, on_first_gradient
+from hooklab.course.checks.n14_when_and_in_what_order import final_gradient, left_by, look, on_first_gradient
 
 # ---- 14.A: a hook that fires once and takes itself off ----
 
@@ -166,7 +161,7 @@ def and_clears(function, model):
 
 def and_hangs(function, model):
     places = left_by(function, model)
-    model[0].register_forward_hook(_look)
+    model[0].register_forward_hook(look)
     return places
 
 
@@ -203,8 +198,8 @@ def two_kinds(function, model):
 # ---- 14.C: the gradient that is passed on in the end ----
 
 
-def _with_node(register):
-    """A wrong answer that hangs something on the Node."""
+def on_node(register):
+    """An answer that hangs its hook by `register(node, tensor, seen)`."""
 
     def answer(tensor):
         seen = []
@@ -212,6 +207,29 @@ def _with_node(register):
         return seen
 
     return answer
+
+
+def noting(note):
+    """A right answer but for `note(grad, seen)`."""
+
+    def answer(tensor):
+        seen, edge = [], get_gradient_edge(tensor)
+        number = edge.output_nr
+        edge.node.register_prehook(lambda grads: note(grads[number], seen) if grads[number] is not None else None)
+        return seen
+
+    return answer
+
+
+def keeps_the_edge(tensor):
+    seen, edge = [], get_gradient_edge(tensor)
+
+    def note(grads):
+        if grads[edge.output_nr] is not None:
+            seen.append(grads[edge.output_nr].clone())
+
+    edge.node.register_prehook(note)
+    return seen
 
 
 def too_early(tensor):
@@ -234,44 +252,30 @@ def by_grad_fn(tensor):
     return seen
 
 
-def changes(tensor):
-    seen = []
-
+def returns_twice(node, tensor, seen):
     def hook(grads):
-        seen.append(grads[0])
+        seen.append(grads[0].clone())
         return (grads[0] * 2,)
 
-    get_gradient_edge(tensor).node.register_prehook(hook)
-    return seen
+    node.register_prehook(hook)
 
 
-def shares_memory(tensor):
-    seen = []
-    edge = get_gradient_edge(tensor)
-
-    def note(grads):
-        if grads[edge.output_nr] is not None:
-            seen.append(grads[edge.output_nr])
-
-    edge.node.register_prehook(note)
-    return seen
+def after_the_node(node, tensor, seen):
+    node.register_hook(lambda got, given: seen.append(given[0].clone()))
 
 
-def _noted(tensor, note):
-    """A right answer but for `note(grad, seen)`."""
-    seen = []
-    edge = get_gradient_edge(tensor)
-    number = edge.output_nr
-    edge.node.register_prehook(lambda grads: note(grads[number], seen) if grads[number] is not None else None)
-    return seen
+def on_a_leaf(register):
+    """A right answer for a tensor in the middle."""
+    return lambda tensor: (on_node(register) if tensor.is_leaf else final_gradient)(tensor)
 
 
-def zeros_left_out(tensor):
-    return _noted(tensor, lambda grad, seen: seen.append(grad.clone()) if grad.any() else None)
+def copies_none(node, tensor, seen):
+    number = tensor.output_nr
+    node.register_prehook(lambda grads: seen.append(grads[number].clone()))
 
 
 def never_freed(tensor):
-    return _noted(tensor, lambda grad, seen: seen.append(grad.clone().view_as(tensor)))
+    return noting(lambda grad, seen: seen.append(grad.clone().view_as(tensor)))(tensor)
 
 
 _LATEST = {}
@@ -279,38 +283,14 @@ _LATEST = {}
 
 def final_in_the_latest(tensor):
     _LATEST["seen"] = []
-    _noted(tensor, lambda grad, seen: _LATEST["seen"].append(grad.clone()))
+    noting(lambda grad, seen: _LATEST["seen"].append(grad.clone()))(tensor)
     return _LATEST["seen"]
 
 
 def final_in_one_list(tensor, seen=[]):  # noqa: B006
     seen.clear()
-    _noted(tensor, lambda grad, own: seen.append(grad.clone()))
+    noting(lambda grad, own: seen.append(grad.clone()))(tensor)
     return seen
-
-
-def copies_none(tensor):
-    seen = []
-    edge = get_gradient_edge(tensor)
-    edge.node.register_prehook(lambda grads: seen.append(grads[edge.output_nr].clone()))
-    return seen
-
-
-def _with_node_hook(tensor, double):
-    """On a leaf, by a hook after its Node; or by one that returns twice the gradient."""
-    if not tensor.is_leaf:
-        return final_gradient(tensor)
-    gradients, (node, number, *_) = [], get_gradient_edge(tensor)
-
-    def after(outputs, inputs):
-        gradients.append(inputs[number].clone())
-
-    def before(grads):
-        gradients.append(grads[number].clone())
-        return (grads[number] * 2,)
-
-    node.register_prehook(before) if double else node.register_hook(after)
-    return gradients
 
 
 WRONG = {
@@ -349,51 +329,33 @@ WRONG = {
         "call_count": lambda function, model: [],
     },
     "14.C": {
-        "after_storing": partial(_with_node_hook, double=False),
-        "changed_leaf": partial(_with_node_hook, double=True),
+        "after_storing": on_a_leaf(after_the_node),
+        "changed_leaf": on_a_leaf(returns_twice),
         "too_early": too_early,
-        "too_late": _with_node(lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(got[0]))),
+        "too_late": on_node(lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(got[0]))),
         "accumulated": accumulated,
         "leaf_has_no_grad_fn": by_grad_fn,
-        "wrong_output": _with_node(
-            lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0]))
-        ),
-        "whole_tuple": _with_node(lambda node, tensor, seen: node.register_prehook(seen.append)),
-        "no_copy": _with_node(lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(given[0]))),
-        "wrong_values": _with_node(
-            lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0].sum()))
-        ),
+        "wrong_output": on_node(lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0]))),
+        "whole_tuple": on_node(lambda node, tensor, seen: node.register_prehook(seen.append)),
+        "no_copy": on_node(lambda node, tensor, seen: node.register_hook(lambda got, given: seen.append(given[0]))),
+        "wrong_values": noting(lambda grad, seen: seen.append(grad.sum())),
         "nothing": lambda tensor: [],
-        "changed": changes,
+        "changed": on_node(returns_twice),
         "not_a_list": lambda tensor: tensor.register_hook(print),
-        "not_tensors": _with_node(
-            lambda node, tensor, seen: node.register_prehook(lambda grads: seen.append(grads[0].tolist()))
-        ),
-        "none_is_no_gradient": copies_none,
-        "shares_memory": shares_memory,
-        "wrong_dtype": lambda tensor: _noted(tensor, lambda grad, seen: seen.append(grad.clone().float())),
-        "zero_for_none": zeros_left_out,
+        "not_tensors": noting(lambda grad, seen: seen.append(grad.tolist())),
+        "none_is_no_gradient": on_node(copies_none),
+        "shares_memory": noting(lambda grad, seen: seen.append(grad)),
+        "wrong_dtype": noting(lambda grad, seen: seen.append(grad.clone().float())),
+        "zero_for_none": noting(lambda grad, seen: seen.append(grad.clone()) if grad.any() else None),
         "never_freed": never_freed,
         "shared": final_in_the_latest,
         "same_object": final_in_one_list,
     },
 }
 
-
-def keeps_the_edge(tensor):
-    seen, edge = [], get_gradient_edge(tensor)
-
-    def note(grads):
-        if grads[edge.output_nr] is not None:
-            seen.append(grads[edge.output_nr].clone())
-
-    edge.node.register_prehook(note)
-    return seen
-
-
 ALSO_WRONG = []
 
 RIGHT = [
-    ("14.B", lambda function, model: tuple(find("14.B", Exercise).solution(function, model))),
+    ("14.B", lambda function, model: tuple(left_by(function, model))),
     ("14.C", keeps_the_edge),
 ]

@@ -8,9 +8,21 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from hooklab import select
-from hooklab.course.checks.n21_forward_hooks import _keep, _shape, add_noise, normalise, shapes_of
+from hooklab.course.checks.n21_forward_hooks import add_noise, keep, normalise, shape_of, shapes_of
 
 # ---- 21.A: a pre-hook that normalises the first argument ----
+
+
+_numbers: dict[str, float] = {}  # of the wrong answers that keep them in one place for all modules
+
+
+def _pre_hook(first):
+    """An answer whose pre-hook replaces the first argument by `first(x, mean, std)`."""
+
+    def answer(module, mean, std):
+        return module.register_forward_pre_hook(lambda module, args: (first(args[0], mean, std), *args[1:]))
+
+    return answer
 
 
 def normalise_in_place(module, mean, std):
@@ -25,12 +37,6 @@ def normalise_without_return(module, mean, std):
         args = ((args[0] - mean) / std, *args[1:])
 
     return module.register_forward_pre_hook(hook)
-
-
-def normalise_as_list(module, mean, std):
-    return module.register_forward_pre_hook(
-        lambda module, args: [(args[0] - mean) / std, *args[1:]],
-    )
 
 
 def normalise_once(module, mean, std):
@@ -54,19 +60,10 @@ def normalise_without_keywords(module, mean, std):
     )
 
 
-def normalise_detached(module, mean, std):
-    return module.register_forward_pre_hook(
-        lambda module, args: ((args[0].detach() - mean) / std, *args[1:]),
-    )
-
-
-def normalise_in_data(module, mean, std):
-    def hook(module, args):
-        x = args[0].clone()
-        x.data.sub_(mean).div_(std)
-        return (x, *args[1:])
-
-    return module.register_forward_pre_hook(hook)
+def in_data(x, mean, std):
+    x = x.clone()
+    x.data.sub_(mean).div_(std)
+    return x
 
 
 def normalise_with_two(module, mean, std):
@@ -76,12 +73,7 @@ def normalise_with_two(module, mean, std):
 
 def normalise_by_global(module, mean, std):
     _numbers.update(mean=mean, std=std)
-    return module.register_forward_pre_hook(
-        lambda module, args: ((args[0] - _numbers["mean"]) / _numbers["std"], *args[1:])
-    )
-
-
-_numbers: dict[str, float] = {}  # of the wrong answers that keep them in one place for all modules
+    return _pre_hook(lambda x, *_: (x - _numbers["mean"]) / _numbers["std"])(module, mean, std)
 
 
 def normalise_for_ever(module, mean, std):
@@ -103,8 +95,13 @@ class _Cleared:
 # ---- 21.B: noise on the output, in training mode only ----
 
 
-def noise_always(module, std):
-    return module.register_forward_hook(lambda module, args, output: output + std * torch.randn_like(output))
+def _noise_hook(make):
+    """An answer whose hook returns `make(output, std)` in training mode."""
+
+    def answer(module, std):
+        return module.register_forward_hook(lambda module, args, output: make(output, std) if module.training else None)
+
+    return answer
 
 
 def noise_by_the_mode_at_hanging(module, std):
@@ -119,12 +116,9 @@ def noise_by_the_mode_at_hanging(module, std):
 
 def noise_drawn_once(module, std):
     drawn = {}
-
-    def hook(module, args, output):
-        if module.training:
-            return output + drawn.setdefault(output.shape, std * torch.randn_like(output))
-
-    return module.register_forward_hook(hook)
+    return _noise_hook(lambda output, std: output + drawn.setdefault(output.shape, std * torch.randn_like(output)))(
+        module, std
+    )
 
 
 def noise_in_place(module, std):
@@ -141,14 +135,6 @@ def noise_without_return(module, std):
             output = output + std * torch.randn_like(output)
 
     return module.register_forward_hook(hook)
-
-
-def noise_on_input(module, std):
-    def hook(module, args):
-        if module.training:
-            return args[0] + std * torch.randn_like(args[0])
-
-    return module.register_forward_pre_hook(hook)
 
 
 def noise_until_eval(module, std):
@@ -190,44 +176,32 @@ def noise_for_ever(module, std):
 
 def noise_by_global(module, std):
     _numbers.update(std=std)
-    return module.register_forward_hook(
-        lambda module, args, output: output + _numbers["std"] * torch.randn_like(output) if module.training else None
-    )
-
-
-def _noise_hook(make):
-    """An answer whose hook returns `make(output, std)` in training mode."""
-
-    def answer(module, std):
-        def hook(module, args, output):
-            if module.training:
-                return make(output, std)
-
-        return module.register_forward_hook(hook)
-
-    return answer
+    return _noise_hook(lambda output, _: output + _numbers["std"] * torch.randn_like(output))(module, std)
 
 
 # ---- 21.C: the output shapes of all leaf layers ----
 
 
-def _shapes_by_hand(keep=None, layers=None, run=None, remove=None):
+def _leaves(named):
+    return [(name, module) for name, module in named if not list(module.children())]
+
+
+def _noting(shape):
+    """What makes a hook that notes `shape(output)`."""
+    return lambda shapes, name: lambda module, args, output: shapes.update({name: shape(output)})
+
+
+NOTING = _noting(shape_of)
+
+
+def _shapes_by_hand(hook=NOTING, layers=nn.Module.named_modules, leaves=_leaves, run=nn.Module.__call__, remove=None):
     """The answer most people write, with one part exchanged."""
 
     def answer(model, x):
-        shapes, handles = {}, []
-
-        def plain(name):
-            def hook(module, args, output):
-                shapes[name] = _shape(output)
-
-            return hook
-
-        chosen = layers(model) if layers else [(n, m) for n, m in model.named_modules() if not list(m.children())]
-        for name, module in chosen:
-            handles.append(module.register_forward_hook(keep(shapes, name) if keep else plain(name)))
+        shapes = {}
+        handles = [module.register_forward_hook(hook(shapes, name)) for name, module in leaves(layers(model))]
         try:
-            run(model, x) if run else model(x)
+            run(model, x)
         finally:
             remove(model) if remove else [handle.remove() for handle in handles]
         return shapes
@@ -238,22 +212,18 @@ def _shapes_by_hand(keep=None, layers=None, run=None, remove=None):
 def shapes_late(model, x):
     shapes = {}
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if not list(module.children()):
-
-                def hook(module, args, output):
-                    shapes[name] = _shape(output)  # noqa: B023
-
-                stack.enter_context(module.register_forward_hook(hook))
+        for name, module in _leaves(model.named_modules()):
+            late = lambda module, args, output: shapes.update({name: shape_of(output)})  # noqa: B023, E731
+            stack.enter_context(module.register_forward_hook(late))
         model(x)
     return shapes
 
 
 def shapes_without_finally(model, x):
-    shapes, handles = {}, []
-    for name, module in model.named_modules():
-        if not list(module.children()):
-            handles.append(module.register_forward_hook(partial(_keep, shapes, name)))
+    shapes = {}
+    handles = [
+        module.register_forward_hook(partial(keep, shapes, name)) for name, module in _leaves(model.named_modules())
+    ]
     model(x)
     for handle in handles:
         handle.remove()
@@ -266,16 +236,8 @@ def shapes_by_default(model, x, shapes={}):  # noqa: B006
 
 
 def shapes_of_every(model, x):
-    kept = _shapes_by_hand(lambda shapes, name: lambda module, args, output: shapes.update({name: _shape(output)}))(
-        model, x
-    )
-    return {name: kept[name] for name, module in model.named_modules() if not list(module.children())}
-
-
-def _leaves(model, layers=None):
-    """The layers without child modules, by name; the model itself forgotten."""
-    named = layers or [(name, module) for name, module in model.named_modules() if name]
-    return {name: module for name, module in named if not list(module.children())}
+    kept = _shapes_by_hand(leaves=list)(model, x)
+    return {name: kept[name] for name, _ in _leaves(model.named_modules())}
 
 
 def _clear(model):
@@ -286,9 +248,6 @@ def _clear(model):
 def _swallow(model, x):
     with suppress(RuntimeError):
         model(x)
-
-
-# ---- predictions ----
 
 
 WRONG = {
@@ -302,7 +261,9 @@ WRONG = {
         ),
         "edited_in_place": normalise_in_place,
         "unchanged": normalise_without_return,
-        "wrapped": normalise_as_list,
+        "wrapped": lambda module, mean, std: module.register_forward_pre_hook(
+            lambda module, args: [(args[0] - mean) / std, *args[1:]]
+        ),
         "on_output": lambda module, mean, std: module.register_forward_hook(
             lambda module, args, output: (output - mean) / std
         ),
@@ -316,11 +277,9 @@ WRONG = {
         "no_pair": lambda module, mean, std: module.register_forward_pre_hook(
             lambda module, args, kwargs: ((args[0] - mean) / std, *args[1:]), with_kwargs=True
         ),
-        "cut": normalise_detached,
-        "wrong_gradient": normalise_in_data,
-        "wrong_dtype": lambda module, mean, std: module.register_forward_pre_hook(
-            lambda module, args: ((args[0].float() - mean) / std, *args[1:])
-        ),
+        "cut": _pre_hook(lambda x, mean, std: (x.detach() - mean) / std),
+        "wrong_gradient": _pre_hook(in_data),
+        "wrong_dtype": _pre_hook(lambda x, mean, std: (x.float() - mean) / std),
         "still_there": normalise_for_ever,
         "second_hook": normalise_with_two,
         "another_module": normalise_by_global,
@@ -328,17 +287,19 @@ WRONG = {
             lambda module, args, kwargs, output: module.forward((args[0] - mean) / std, *args[1:], **kwargs),
             with_kwargs=True,
         ),
-        "wrong_values": lambda module, mean, std: module.register_forward_pre_hook(
-            lambda module, args: (args[0] - mean / std, *args[1:])
-        ),
+        "wrong_values": _pre_hook(lambda x, mean, std: x - mean / std),
     },
     "21.B": {
-        "noise_in_eval": noise_always,
+        "noise_in_eval": lambda module, std: module.register_forward_hook(
+            lambda module, args, output: output + std * torch.randn_like(output)
+        ),
         "mode_at_hanging": noise_by_the_mode_at_hanging,
         "same_noise": noise_drawn_once,
         "edited_in_place": noise_in_place,
         "unchanged": noise_without_return,
-        "none_at_zero": noise_on_input,
+        "none_at_zero": lambda module, std: module.register_forward_pre_hook(
+            lambda module, args: args[0] + std * torch.randn_like(args[0]) if module.training else None
+        ),
         "noisy_input": lambda module, std: module.register_forward_hook(
             lambda module, args, output: args[0] + std * torch.randn_like(args[0])
         ),
@@ -368,59 +329,51 @@ WRONG = {
         "left": _shapes_by_hand(remove=lambda model: None),
         "removed_others": _shapes_by_hand(remove=_clear),
         "swallowed": _shapes_by_hand(run=_swallow),
-        "nested": _shapes_by_hand(
-            lambda shapes, name: lambda module, args, output: shapes.update({name: tuple(output.shape)})
-        ),
+        "nested": _shapes_by_hand(_noting(lambda output: tuple(output.shape))),
         "first_call": _shapes_by_hand(
-            lambda shapes, name: lambda module, args, output: shapes.setdefault(name, _shape(output)) and None
+            lambda shapes, name: lambda module, args, output: shapes.setdefault(name, shape_of(output)) and None
         ),
         "replaced_output": _shapes_by_hand(
-            lambda shapes, name: lambda module, args, output: shapes.setdefault(name, _shape(output))
+            lambda shapes, name: lambda module, args, output: shapes.setdefault(name, shape_of(output))
         ),
-        "alone": _shapes_by_hand(layers=lambda model: list(_leaves(model).items())),
-        "alone_raised": _shapes_by_hand(layers=lambda model: _leaves(model, select(model, "**").items()).items()),
-        "extra": _shapes_by_hand(layers=lambda model: list(model.named_modules())),
+        "alone": _shapes_by_hand(layers=lambda model: [pair for pair in model.named_modules() if pair[0]]),
+        "alone_raised": _shapes_by_hand(layers=lambda model: select(model, "**").items()),
+        "extra": _shapes_by_hand(leaves=list),
         "from_before": shapes_by_default,
         "never_ran": shapes_of_every,
         "wrong_names": _shapes_by_hand(
-            lambda shapes, name: lambda module, args, output: shapes.update({type(module).__name__: _shape(output)})
+            lambda shapes, name: lambda module, args, output: shapes.update({type(module).__name__: shape_of(output)})
         ),
         "by_forward": _shapes_by_hand(run=lambda model, x: model.forward(x)),
         "ran_twice": _shapes_by_hand(run=lambda model, x: (model(x), model(x))),
         "changed_output": _shapes_by_hand(
             lambda shapes, name: (
-                lambda module, args, output: shapes.update({name: _shape(output)}) or torch.zeros_like(output)
+                lambda module, args, output: shapes.update({name: shape_of(output)}) or torch.zeros_like(output)
             )
         ),
         "no_dict": lambda model, x: list(shapes_of(model, x).items()),
         "mode_changed": _shapes_by_hand(run=lambda model, x: model.eval()(x)),
-        "no_tuple": _shapes_by_hand(
-            lambda shapes, name: lambda module, args, output: shapes.update({name: list(output.shape)})
-        ),
+        "no_tuple": _shapes_by_hand(_noting(lambda output: list(output.shape))),
         "wrong_shape": _shapes_by_hand(
-            lambda shapes, name: lambda module, args, output: shapes.update({name: _shape(args[0])})
+            lambda shapes, name: lambda module, args, output: shapes.update({name: shape_of(args[0])})
         ),
     },
 }
 
 
-def none_is_the_only_other(model, x):
+def none_is_the_only_other(output):
     """Takes all that is neither a tuple nor None for a tensor."""
-
-    def shape(output):
-        if isinstance(output, tuple):
-            return tuple(map(shape, output))
-        return None if output is None else tuple(output.shape)
-
-    keep = lambda shapes, name: lambda module, args, output: shapes.update({name: shape(output)})  # noqa: E731
-    return _shapes_by_hand(keep)(model, x)
+    if isinstance(output, tuple):
+        return tuple(map(none_is_the_only_other, output))
+    return None if output is None else tuple(output.shape)
 
 
 def tidies_up_after_runtime_errors(model, x):
     """Any other error leaves the hooks."""
-    shapes, handles = {}, []
-    for name, layer in _leaves(model, model.named_modules()).items():
-        handles.append(layer.register_forward_hook(partial(_keep, shapes, name)))
+    shapes = {}
+    handles = [
+        module.register_forward_hook(partial(keep, shapes, name)) for name, module in _leaves(model.named_modules())
+    ]
     try:
         model(x)
     except RuntimeError:
@@ -435,10 +388,6 @@ def normalise_every_such(module, mean, std):
     return modules.register_module_forward_pre_hook(
         lambda other, args: ((args[0] - mean) / std, *args[1:]) if type(other) is type(module) else None
     )
-
-
-def normalises_safely(module, mean, std):
-    return module.register_forward_pre_hook(lambda module, args: ((args[0] - mean) / (std + 1e-6), *args[1:]))
 
 
 def noisy(output):
@@ -456,22 +405,17 @@ def normalises_keywords(module, mean, std):
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def nothing_for_none(model, x):
-    """Writes an empty tuple for an output that is None."""
-    keep = lambda shapes, name: lambda module, args, output: shapes.update({name: _shape(output) or ()})  # noqa: E731
-    return _shapes_by_hand(keep)(model, x)
-
-
 ALSO_WRONG = [
-    ("21.C", "wrong_shape", nothing_for_none),
+    # An empty tuple for an output that is None.
+    ("21.C", "wrong_shape", _shapes_by_hand(_noting(lambda output: shape_of(output) or ()))),
     ("21.A", "keywords_lost", normalises_keywords),
     ("21.A", "another_module", normalise_every_such),
-    ("21.C", "nested", none_is_the_only_other),
+    ("21.C", "nested", _shapes_by_hand(_noting(none_is_the_only_other))),
     ("21.C", "left_after_error", tidies_up_after_runtime_errors),
 ]
 
 RIGHT = [
-    ("21.A", normalises_safely),
+    ("21.A", _pre_hook(lambda x, mean, std: (x - mean) / (std + 1e-6))),
     (
         "21.B",
         lambda module, std: module.register_forward_hook(

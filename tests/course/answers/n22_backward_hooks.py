@@ -6,9 +6,8 @@ import warnings
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
+from torch.nn.modules.module import register_module_full_backward_hook
 
-from hooklab.course.check import Exercise, find
 from hooklab.course.checks.n22_backward_hooks import gradient_norms, guided_gradient, reverse
 
 
@@ -36,13 +35,46 @@ def _leave(handles, run):
     return run()
 
 
+def unfreezes(solution):
+    """Switches gradients of all parameters on, whatever they were."""
+
+    def answer(model, *given):
+        model.requires_grad_(True)
+        return solution(model, *given)
+
+    return answer
+
+
+def clears(solution):
+    """Takes off the forward hooks of others, too."""
+
+    def answer(model, *given):
+        result = solution(model, *given)
+        for module in model.modules():
+            module._forward_hooks.clear()
+        return result
+
+    return answer
+
+
 # ---- 22.A: reverse the gradient that leaves a module, and no other ----
 
 
+def _returning(change):
+    """Answers with a full backward hook that returns `change(grad_input, grad_output, strength)`."""
+
+    def answer(module, strength):
+        return module.register_full_backward_hook(lambda module, *grads: change(*grads, strength))
+
+    return answer
+
+
+def _times(factor, grads):
+    return tuple(None if grad is None else grad * factor for grad in grads)
+
+
 def by_pre_hook(module, strength):
-    return module.register_full_backward_pre_hook(
-        lambda module, grad_output: tuple(grad * -strength for grad in grad_output)
-    )
+    return module.register_full_backward_pre_hook(lambda module, grad_output: _times(-strength, grad_output))
 
 
 def by_input_tensor(module, strength):
@@ -61,68 +93,18 @@ def by_parameters(module, strength):
 
 
 def by_legacy(module, strength):
-    return module.register_backward_hook(
-        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
-    )
+    return module.register_backward_hook(lambda module, grad_input, grad_output: _times(-strength, grad_input))
 
 
-def by_grad_output(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_output)
-    )
+def _in_place(grad_input, grad_output, strength):
+    for grad in grad_input:
+        if grad is not None:
+            grad.mul_(-strength)
 
 
-def reverse_bare(module, strength):
-    return module.register_full_backward_hook(lambda module, grad_input, _: grad_input[0] * -strength)
-
-
-def reverse_nothing(module, strength):
-    def hook(module, grad_input, grad_output):
-        tuple(grad * -strength for grad in grad_input)
-
-    return module.register_full_backward_hook(hook)
-
-
-def reverse_in_place(module, strength):
-    def hook(module, grad_input, grad_output):
-        for grad in grad_input:
-            if grad is not None:
-                grad.mul_(-strength)
-
-    return module.register_full_backward_hook(hook)
-
-
-def reverse_fails_on_none(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: tuple(grad * -strength for grad in grad_input)
-    )
-
-
-def reverse_whole_numbers(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
-    )
-
-
-def reverse_only_floats(module, strength):
-    def hook(module, grad_input, grad_output):
-        tensors = [grad for grad in grad_input if grad is not None]
-        if all(grad.is_floating_point() for grad in tensors):
-            return tuple(None if grad is None else grad * -strength for grad in grad_input)
-
-    return module.register_full_backward_hook(hook)
-
-
-def reverse_first(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, grad_output: (grad_input[0] * -strength, *grad_input[1:])
-    )
-
-
-def reverse_sign(module, strength):
-    return module.register_full_backward_hook(
-        lambda module, grad_input, _: tuple(None if grad is None else grad * strength for grad in grad_input)
-    )
+def _only_floats(grad_input, grad_output, strength):
+    if all(grad.is_floating_point() for grad in grad_input if grad is not None):
+        return _times(-strength, grad_input)
 
 
 def reverse_no_handle(module, strength):
@@ -132,7 +114,7 @@ def reverse_no_handle(module, strength):
 def reverse_once(module, strength):
     def hook(module, grad_input, grad_output):
         handle.remove()
-        return tuple(None if grad is None else grad * -strength for grad in grad_input)
+        return _times(-strength, grad_input)
 
     handle = module.register_full_backward_hook(hook)
     return handle
@@ -153,26 +135,31 @@ def reverse_frozen(module, strength):
     return reverse(module, strength)
 
 
+_LATEST = {}
+
+
 def reverse_by_global(module, strength):
-    _numbers.update(strength=strength)
-    return module.register_full_backward_hook(
-        lambda module, grad_input, _: tuple(
-            None if grad is None else grad * -_numbers["strength"] for grad in grad_input
-        )
-    )
-
-
-_numbers: dict[str, float] = {}  # of a wrong answer that keeps it in one place for all modules
+    _LATEST["strength"] = strength
+    by_latest = _returning(lambda grad_input, grad_output, _: _times(-_LATEST["strength"], grad_input))
+    return by_latest(module, strength)
 
 
 def reverse_everywhere(module, strength):
-    return nn.modules.module.register_module_full_backward_hook(
-        lambda module, grad_input, _: tuple(None if grad is None else grad * -strength for grad in grad_input)
-    )
+    return register_module_full_backward_hook(lambda module, grad_input, _: _times(-strength, grad_input))
 
 
-def reverse_output(module, strength):
-    return module.register_forward_hook(lambda module, args, output: output * -strength)
+def reverse_this_one(module, strength):
+    """A right answer: the hook is a global one, and asks for its module."""
+
+    def hook(other, grad_input, grad_output):
+        if other is module:
+            return tuple(grad if grad is None else (grad * -strength).to(grad.dtype) for grad in grad_input)
+
+    return register_module_full_backward_hook(hook)
+
+
+def detached(module, strength):
+    return module.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
 
 
 # ---- 22.B: how large is the gradient at the output of each ReLU, in place or not ----
@@ -181,7 +168,7 @@ def reverse_output(module, strength):
 def _norms(
     kinds=nn.ReLU,
     measure=lambda grad: grad.norm().item(),
-    modules="named_modules",
+    modules=nn.Module.named_modules,
     backward=True,
     clean_up=_then_remove,
     guarded=True,
@@ -190,7 +177,7 @@ def _norms(
 
     def answer(model, loss_fn):
         norms, handles = {}, []
-        for name, module in getattr(model, modules)():
+        for name, module in modules(model):
             if isinstance(module, kinds):
 
                 def hang(module, args, output, name=name):
@@ -205,13 +192,12 @@ def _norms(
 
 
 def _norms_by(register, look):
-    """Answers with a module hook that calls `look(name, *what the hook was given)` and returns what it returns."""
+    """Answers with a module hook that returns what `look` does with the norms, a name and what the hook was given."""
 
     def answer(model, loss_fn):
         norms = {}
         handles = [
-            getattr(module, register)(lambda *given, name=name: look(norms, name, *given))
-            for name, module in _relus(model)
+            register(module, lambda *given, name=name: look(norms, name, *given)) for name, module in _relus(model)
         ]
         _then_remove(handles, lambda: loss_fn(model).backward())
         return norms
@@ -245,13 +231,6 @@ def norms_in_order(model, loss_fn):
     return dict(zip([name for name, _ in _relus(model)], reversed(norms), strict=True))
 
 
-def norms_cleared(model, loss_fn):
-    norms = _norms(clean_up=_leave)(model, loss_fn)
-    for module in model.modules():
-        module._forward_hooks.clear()
-    return norms
-
-
 def _look_backward(norms, name, module, grad_input, grad_output):
     norms[name] = grad_output[0].norm().item()
 
@@ -279,7 +258,7 @@ def _change(norms, name, module, args, output):
 def norms_out_of_place(model, loss_fn):
     for _, module in _relus(model):
         module.inplace = False
-    return _norms_by("register_full_backward_hook", _look_backward)(model, loss_fn)
+    return _norms_by(nn.Module.register_full_backward_hook, _look_backward)(model, loss_fn)
 
 
 def norms_one_backward_each(model, loss_fn):
@@ -334,6 +313,10 @@ def norms_run_twice(model, loss_fn):
     return gradient_norms(model, loss_fn)
 
 
+def norms_by_numpy(model, loss_fn):
+    return {name: np.float32(norm) for name, norm in gradient_norms(model, loss_fn).items()}
+
+
 # ---- 22.C: guided backpropagation ----
 
 
@@ -341,18 +324,27 @@ def _clamp(module, grad_input, grad_output):
     return (grad_input[0].clamp(min=0),)
 
 
-def _hung(model, hook=_clamp):
-    return [relu.register_full_backward_hook(hook) for _, relu in _relus(model)]
+def _hung(model):
+    return [relu.register_full_backward_hook(_clamp) for _, relu in _relus(model)]
 
 
-def _guided(hook=_clamp, modules="modules", finish=lambda grad: grad, clean_up=_then_remove):
+def _gradient(model, x, handles, clean_up=_then_remove):
+    image = x.detach().requires_grad_()
+    return clean_up(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+
+
+def _guided(
+    hook=_clamp,
+    register=nn.Module.register_full_backward_hook,
+    modules=nn.Module.modules,
+    finish=lambda grad: grad,
+    clean_up=_then_remove,
+):
     """A family of answers that differ in one thing each."""
 
     def answer(model, x):
-        image = x.detach().requires_grad_()
-        relus = [module for module in getattr(model, modules)() if isinstance(module, nn.ReLU)]
-        handles = [relu.register_full_backward_hook(hook) for relu in relus]
-        return clean_up(handles, lambda: finish(torch.autograd.grad(model(image).sum(), image)[0]))
+        handles = [register(module, hook) for module in modules(model) if isinstance(module, nn.ReLU)]
+        return finish(_gradient(model, x, handles, clean_up))
 
     return answer
 
@@ -361,9 +353,7 @@ def guided_inputs(model, x):
     def hang(module, args):
         args[0].register_hook(lambda grad: grad.clamp(min=0))
 
-    handles = [relu.register_forward_pre_hook(hang) for _, relu in _relus(model)]
-    image = x.detach().requires_grad_()
-    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+    return _gradient(model, x, [relu.register_forward_pre_hook(hang) for _, relu in _relus(model)])
 
 
 def guided_on_x(model, x):
@@ -391,6 +381,13 @@ def guided_switching_x(model, x):
         x.requires_grad_(False)
 
 
+def switches_x_on(model, x):
+    """And off again, but not when the forward raises."""
+    grad = guided_on_x(model, x)
+    x.requires_grad_(False)
+    return grad
+
+
 def guided_by_mask(model, x):
     positive, handles = {}, []
     for _, relu in _relus(model):
@@ -400,8 +397,7 @@ def guided_by_mask(model, x):
                 lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0) * positive[module],)
             ),
         ]
-    image = x.detach().requires_grad_()
-    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
+    return _gradient(model, x, handles)
 
 
 def guided_on_module(model, x):
@@ -435,19 +431,6 @@ def guided_frozen(model, x):
     return guided_gradient(model, x)
 
 
-def guided_cleared(model, x):
-    grad = guided_gradient(model, x)
-    for module in model.modules():
-        module._forward_hooks.clear()
-    return grad
-
-
-def guided_by_legacy(model, x):
-    image = x.detach().requires_grad_()
-    handles = [relu.register_backward_hook(_clamp) for _, relu in _relus(model)]
-    return _then_remove(handles, lambda: torch.autograd.grad(model(image).sum(), image)[0])
-
-
 def _print_clamped(module, grad_input, grad_output):
     grad_input[0].clamp(min=0)
 
@@ -458,47 +441,51 @@ WRONG = {
         "only_parameters": by_parameters,
         "legacy_hook": by_legacy,
         "other_paths": by_input_tensor,
-        "wrong_number": reverse_bare,
-        "wrong_size": by_grad_output,
-        "unchanged": reverse_nothing,
-        "in_place": reverse_in_place,
-        "fails_on_none": reverse_fails_on_none,
-        "changed_dtype": reverse_whole_numbers,
-        "beside_whole_numbers": reverse_only_floats,
-        "some_inputs": reverse_first,
+        "wrong_number": _returning(lambda grad_input, grad_output, strength: grad_input[0] * -strength),
+        "wrong_size": _returning(lambda grad_input, grad_output, strength: _times(-strength, grad_output)),
+        "unchanged": _returning(lambda grad_input, grad_output, strength: None),
+        "in_place": _returning(_in_place),
+        "fails_on_none": _returning(
+            lambda grad_input, grad_output, strength: tuple(grad * -strength for grad in grad_input)
+        ),
+        "changed_dtype": _returning(lambda grad_input, grad_output, strength: _times(-strength, grad_input)),
+        "beside_whole_numbers": _returning(_only_floats),
+        "some_inputs": _returning(
+            lambda grad_input, grad_output, strength: (grad_input[0] * -strength, *grad_input[1:])
+        ),
         "no_handle": reverse_no_handle,
         "first_only": reverse_once,
-        "wrong_values": reverse_sign,
+        "wrong_values": _returning(lambda grad_input, grad_output, strength: _times(strength, grad_input)),
         "still_there": reverse_deaf,
-        "changed_output": reverse_output,
+        "changed_output": lambda module, strength: module.register_forward_hook(
+            lambda module, args, output: output * -strength
+        ),
         "everywhere": reverse_everywhere,
         "second_hook": reverse_with_two,
         "frozen": reverse_frozen,
         "replaced_output": lambda module, strength: module.register_forward_hook(
             lambda module, args, output: output.register_hook(lambda grad: grad * -strength)
         ),
-        "no_gradient": lambda module, strength: module.register_full_backward_hook(
-            lambda module, grad_input, grad_output: (None,) * len(grad_input)
-        ),
+        "no_gradient": _returning(lambda grad_input, grad_output, strength: (None,) * len(grad_input)),
         "another_module": reverse_by_global,
     },
     "22.B": {
-        "full_backward_hook": _norms_by("register_full_backward_hook", _look_backward),
-        "replaced_output": _norms_by("register_forward_hook", _return_handle),
-        "other_end": _norms_by("register_forward_pre_hook", _look_at_input),
-        "norms_of_outputs": _norms_by("register_forward_hook", _look_forward),
+        "full_backward_hook": _norms_by(nn.Module.register_full_backward_hook, _look_backward),
+        "replaced_output": _norms_by(nn.Module.register_forward_hook, _return_handle),
+        "other_end": _norms_by(nn.Module.register_forward_pre_hook, _look_at_input),
+        "norms_of_outputs": _norms_by(nn.Module.register_forward_hook, _look_forward),
         "last_name": norms_last_name,
         "left_behind": _norms(clean_up=_leave),
         "left_after_error": _norms(clean_up=_remove_if_it_works),
-        "removed_others": norms_cleared,
-        "missing_layers": _norms(modules="named_children"),
+        "removed_others": clears(gradient_norms),
+        "missing_layers": _norms(modules=nn.Module.named_children),
         "other_layers": _norms(kinds=(nn.ReLU, nn.Linear, nn.Conv2d)),
         "not_numbers": _norms(measure=lambda grad: grad.norm()),
         "other_order": norms_in_order,
         "wrong_values": _norms(measure=lambda grad: grad.abs().mean().item()),
         "nothing_arrived": _norms(backward=False),
         "changed_model": norms_out_of_place,
-        "changed_gradient": _norms_by("register_forward_hook", _change),
+        "changed_gradient": _norms_by(nn.Module.register_forward_hook, _change),
         "cleared_grad": norms_from_zero,
         "frozen_first": _norms(guarded=False),
         "ran_twice": norms_run_twice,
@@ -507,14 +494,14 @@ WRONG = {
         "from_before": norms_by_default,
         "changed_after_error": norms_in_place_lost,
         "swallowed": norms_swallowed,
-        "legacy_hook": _norms_by("register_backward_hook", _look_backward),
+        "legacy_hook": _norms_by(nn.Module.register_backward_hook, _look_backward),
         "not_a_dict": lambda model, loss_fn: list(gradient_norms(model, loss_fn).values()),
     },
     "22.C": {
         "plain_gradient": _guided(hook=_print_clamped),
         "only_at_the_end": _guided(hook=_print_clamped, finish=lambda grad: grad.clamp(min=0)),
         "once_too_often": _guided(finish=lambda grad: grad.clamp(min=0)),
-        "top_level_only": _guided(modules="children"),
+        "top_level_only": _guided(modules=nn.Module.children),
         "no_mask": _guided(hook=lambda module, grad_input, grad_output: (grad_output[0].clamp(min=0),)),
         "wrong_number": _guided(hook=lambda module, grad_input, grad_output: grad_input[0].clamp(min=0)),
         "wrong_values": _guided(hook=lambda module, grad_input, grad_output: (grad_input[0].clamp(max=0),)),
@@ -529,57 +516,22 @@ WRONG = {
         "swallowed": guided_swallowed,
         "filled_grad": guided_by_backward,
         "changed_model": guided_frozen,
-        "removed_others": guided_cleared,
+        "removed_others": clears(guided_gradient),
         "other_paths": guided_inputs,
-        "legacy_hook": guided_by_legacy,
+        "legacy_hook": _guided(register=nn.Module.register_backward_hook),
         "left_behind": _guided(clean_up=_leave),
         "left_after_error": _guided(clean_up=_remove_if_it_works),
     },
 }
 
-
-def detached(module, strength):
-    return module.register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
-
-
-def switches_x_on(model, x):
-    """And off again, but not when the forward raises."""
-    grad = guided_on_x(model, x)
-    x.requires_grad_(False)
-    return grad
-
-
-def norms_by_numpy(model, loss_fn):
-    return {name: np.float32(norm) for name, norm in find("22.B", Exercise).solution(model, loss_fn).items()}
-
-
-def unfreezes(first):
-    """Switches gradients of all parameters on, whatever they were."""
-
-    def answer(model, *given):
-        model.requires_grad_(True)
-        return first(model, *given)
-
-    return answer
-
-
 ALSO_WRONG = [
-    ("22.B", "changed_model", unfreezes(find("22.B", Exercise).solution)),
-    ("22.C", "changed_model", unfreezes(find("22.C", Exercise).solution)),
+    ("22.B", "changed_model", unfreezes(gradient_norms)),
+    ("22.C", "changed_model", unfreezes(guided_gradient)),
     ("22.A", "no_gradient", detached),
     ("22.C", "switched_input", switches_x_on),
 ]
 
 RIGHT = [
-    (
-        "22.A",
-        lambda module, strength: modules.register_module_full_backward_hook(
-            lambda other, grad_input, _: (
-                tuple(grad if grad is None else (grad * -strength).to(grad.dtype) for grad in grad_input)
-                if other is module
-                else None
-            )
-        ),
-    ),
+    ("22.A", reverse_this_one),
     ("22.B", norms_by_numpy),
 ]

@@ -1,30 +1,56 @@
 """Answers to the exercises of notebook 23: wrong ones by the name of their refusal, and right ones."""
 
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from hooklab.course.check import Exercise, find
+from answers.around import clearing, gradients_off, modes_of, swallowing
 from hooklab.course.checks.n23_watching_a_model_run import first_nan, never_called, output_shapes
 from hooklab.layers.statistics import layer_statistics
 
 # ---- what the three exercises share ----
 
 
+@contextmanager
+def _hung(layers, hook_for):
+    """A hook for each name on its layer, taken off at the end, also after an error."""
+    with ExitStack() as hooks:
+        for name, layer in layers:
+            hooks.enter_context(layer.register_forward_hook(hook_for(name)))
+        yield
+
+
+def naming(solution):
+    """Writes names on the layers, and tidies up where nothing raises."""
+
+    def answer(model, x):
+        for name, layer in model.named_modules():
+            layer.written = name
+        result = solution(model, x)
+        for layer in model.modules():
+            del layer.written
+        return result
+
+    return answer
+
+
 # ---- 23.A: the shapes of the children's outputs, and the model left as it was ----
 
 
-def _shapes(model, x, mode, finish, make=None):
+def _shape_of_output(shapes, name):
+    return lambda module, args, output: shapes.update({name: tuple(output.shape)})
+
+
+def _nothing(model):
+    pass
+
+
+def _shapes(model, x, mode=_nothing, finish=_nothing, hook_for=_shape_of_output):
     """Output shapes with a choice of what is done before and after, as learners write it."""
     shapes = {}
-
-    def hook_for(name):
-        return lambda module, args, output: shapes.update({name: tuple(output.shape)})
-
-    handles = [child.register_forward_hook((make or hook_for)(name)) for name, child in model.named_children()]
+    handles = [child.register_forward_hook(hook_for(shapes, name)) for name, child in model.named_children()]
     mode(model)
     with torch.no_grad():
         model(x)
@@ -34,44 +60,30 @@ def _shapes(model, x, mode, finish, make=None):
     return shapes
 
 
-def _nothing(model):
-    pass
-
-
 def shapes_restored(model, x):
-    training = {module: module.training for module in model.modules()}
-
-    def restore(model):
-        for module, flag in training.items():
-            module.training = flag
-
-    return _shapes(model, x, nn.Module.eval, restore)
+    return _shapes(model, x, nn.Module.eval, modes_of(model))
 
 
 def shapes_mode_after_error(model, x):
-    handles, shapes = [], {}
-    flags = [(module, module.training) for module in model.modules()]
-    for name, child in model.named_children():
-        handles.append(child.register_forward_hook(lambda m, a, out, name=name: shapes.update({name: out.shape})))
-    model.eval()
-    try:
-        model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for module, flag in flags:
-        module.training = flag
+    restore, shapes = modes_of(model), {}
+    with _hung(model.named_children(), lambda name: _shape_of_output(shapes, name)):
+        model.eval()(x)
+    restore(model)
     return shapes
 
 
 def shapes_returned(model, x):
-    shapes = {}
-
-    def hook_for(name):
+    def hook_for(shapes, name):
         return lambda module, args, output: shapes.setdefault(name, tuple(output.shape))
 
-    _shapes(model, x, _nothing, _nothing, hook_for)
-    return shapes
+    return _shapes(model, x, hook_for=hook_for)
+
+
+def shapes_of_inputs(model, x):
+    def hook_for(shapes, name):
+        return lambda module, args, output: shapes.update({name: args[0].shape})
+
+    return _shapes(model, x, nn.Module.eval, modes_of(model), hook_for)
 
 
 def shapes_by_default(model, x, shapes={}):  # noqa: B006
@@ -87,111 +99,89 @@ def shapes_untracked(model, x):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.track_running_stats = False
-    return _shapes(model, x, _nothing, _nothing)
-
-
-def shapes_without_gradients(model, x):
-    torch.set_grad_enabled(False)
-    return output_shapes(model, x)
+    return _shapes(model, x)
 
 
 def shapes_one_name(model, x):
-    shapes, handles = {}, []
-    for name, child in model.named_children():
-        hook = lambda module, args, output: shapes.update({name: tuple(output.shape)})  # noqa: B023, E731
-        handles.append(child.register_forward_hook(hook))
-    try:
+    restore, shapes = modes_of(model), {}
+    with ExitStack() as hooks:
+        for name, child in model.named_children():
+            hook = lambda module, args, output: shapes.update({name: tuple(output.shape)})  # noqa: B023, E731
+            hooks.enter_context(child.register_forward_hook(hook))
         model.eval()(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    restore(model)
     return shapes
 
 
 def shapes_in_order(model, x):
     """Takes the order in which the layers run for that in which they are defined."""
-    training, shapes, names = {module: module.training for module in model.modules()}, [], []
-    handles = []
-    for name, child in model.named_children():
-        names.append(name)
-        handles.append(child.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape))))
-    try:
+    restore, shapes = modes_of(model), []
+    with _hung(model.named_children(), lambda name: lambda module, args, output: shapes.append(tuple(output.shape))):
         model.eval()(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, flag in training.items():
-            module.training = flag
-    return dict(zip(names, shapes, strict=True))
+    restore(model)
+    return dict(zip(dict(model.named_children()), shapes, strict=True))
 
 
 def shapes_on_module(model, x):
-    shapes, flags = {}, [(module, module.training) for module in model.modules()]
-    handles = []
     for name, child in model.named_children():
         child.__name__ = name
-        handles.append(
-            child.register_forward_hook(lambda module, args, output: shapes.update({module.__name__: output.shape}))
-        )
-    model.eval()(x)
-    for handle in handles:
-        handle.remove()
-    for module, flag in flags:
-        module.training = flag
-    return shapes
+    return output_shapes(model, x)
 
 
 def shapes_hooks_left(model, x):
-    shapes, flags = {}, [(module, module.training) for module in model.modules()]
+    restore, shapes = modes_of(model), {}
     for name, child in model.named_children():
-        child.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: output.shape}))
+        child.register_forward_hook(_shape_of_output(shapes, name))
     model.eval()(x)
-    for module, flag in flags:
-        module.training = flag
+    restore(model)
     return shapes
-
-
-def shapes_clear(model, x):
-    try:
-        return output_shapes(model, x)
-    finally:
-        for module in model.modules():
-            module._forward_hooks.clear()
-
-
-def shapes_of_inputs(model, x):
-    shapes, flags = {}, [(module, module.training) for module in model.modules()]
-    for name, child in model.named_children():
-        child.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: args[0].shape}))
-    model.eval()(x)
-    for module, flag in flags:
-        module.training = flag
-    return shapes
-
-
-def shapes_swallowed(model, x):
-    try:
-        return output_shapes(model, x)
-    except RuntimeError:
-        return {}
 
 
 def shapes_of_all(model, x):
-    shapes, flags = {}, [(module, module.training) for module in model.modules()]
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(
-            module.register_forward_hook(lambda module, args, output, name=name: shapes.update({name: output.shape}))
-        )
-    model.eval()(x)
-    for handle in handles:
-        handle.remove()
-    for module, flag in flags:
-        module.training = flag
+    restore, shapes = modes_of(model), {}
+    with _hung(model.named_modules(), lambda name: _shape_of_output(shapes, name)):
+        model.eval()(x)
+    restore(model)
+    return shapes
+
+
+def modes_of_children(model, x):
+    """Puts back the modes of the children, and with them those of all that is inside."""
+    training, modes = model.training, {child: child.training for child in model.children()}
+    try:
+        return output_shapes(model, x)
+    finally:
+        model.train(training)
+        for child, mode in modes.items():
+            child.train(mode)
+
+
+def first_child(model, x):
+    return dict([next(iter(output_shapes(model, x).items()))])
+
+
+def shapes_in_training(model, x):
+    """Puts the statistics back, but not when the forward raises."""
+    state, shapes = {key: value.clone() for key, value in model.state_dict().items()}, {}
+    with _hung(model.named_children(), lambda name: _shape_of_output(shapes, name)):
+        model(x)
+    model.load_state_dict(state)
     return shapes
 
 
 # ---- 23.B: the leaf modules that a forward does not call ----
+
+
+def _leaves(model):
+    return {name: module for name, module in model.named_modules() if not list(module.children())}
+
+
+def _called(model, x, modules):
+    """Those of `modules` that a forward calls."""
+    called = set()
+    with torch.no_grad(), _hung(enumerate(modules), lambda _: lambda module, args, output: called.add(module)):
+        model(x)
+    return called
 
 
 def never_on_the_slow_path(model, x):
@@ -200,20 +190,10 @@ def never_on_the_slow_path(model, x):
 
 
 def never_returned(model, x):
-    called, handles = {}, []
-    for module in _leaves(model).values():
-        handles.append(module.register_forward_hook(lambda module, args, output: called.setdefault(module, True)))
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [name for name, module in _leaves(model).items() if module not in called]
-
-
-def _leaves(model):
-    return {name: module for name, module in model.named_modules() if not list(module.children())}
+    called, leaves = {}, _leaves(model)
+    with torch.no_grad(), _hung(leaves.items(), lambda name: lambda *given: called.setdefault(name, True)):
+        model(x)
+    return [name for name in leaves if name not in called]
 
 
 def never_global(model, x):
@@ -224,14 +204,7 @@ def never_global(model, x):
 
 
 def never_all_modules(model, x):
-    called, handles = set(), []
-    for module in model.modules():
-        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
-    try:
-        model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    called = _called(model, x, model.modules())
     return [name for name, module in model.named_modules() if module not in called]
 
 
@@ -247,30 +220,17 @@ def never_with_weights(model, x):
 
 
 def never_children(model, x):
-    called, handles = set(), []
-    for module in model.children():
-        handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
-    try:
-        model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    called = _called(model, x, model.children())
     return [name for name, module in model.named_children() if module not in called and not list(module.children())]
 
 
 def never_by_name(model, x):
-    called, handles = set(), []
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if not list(module.children())]
-    for name in names:
-        layer = model.get_submodule(name)
-        if name != "again":
-            handles.append(layer.register_forward_hook(lambda module, args, output, name=name: called.add(name)))
-    try:
+    named = model.named_modules(remove_duplicate=False)
+    leaves, called = {name: module for name, module in named if not list(module.children())}, set()
+    hooked = [(name, module) for name, module in leaves.items() if name != "again"]
+    with torch.no_grad(), _hung(hooked, lambda name: lambda module, args, output: called.add(name)):
         model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [name for name in names if name not in called]
+    return [name for name in leaves if name not in called]
 
 
 def never_in_training(model, x):
@@ -279,14 +239,12 @@ def never_in_training(model, x):
 
 
 def never_one_name(model, x):
-    called, handles = set(), []
-    for name, module in _leaves(model).items():
-        handles.append(module.register_forward_hook(lambda module, args, output: called.add(name)))  # noqa: B023
-    try:
+    called = set()
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in _leaves(model).items():
+            hook = lambda module, args, output: called.add(name)  # noqa: B023, E731
+            hooks.enter_context(module.register_forward_hook(hook))
         model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [name for name in _leaves(model) if name not in called]
 
 
@@ -294,7 +252,8 @@ def never_hooks_left(model, x):
     called = set()
     for module in _leaves(model).values():
         module.register_forward_hook(lambda module, args, output: called.add(module))
-    model(x)
+    with torch.no_grad():
+        model(x)
     return [name for name, module in _leaves(model).items() if module not in called]
 
 
@@ -302,17 +261,11 @@ def never_no_finally(model, x):
     called, handles = set(), []
     for module in _leaves(model).values():
         handles.append(module.register_forward_hook(lambda module, args, output: called.add(module)))
-    model(x)
+    with torch.no_grad():
+        model(x)
     for handle in handles:
         handle.remove()
     return [name for name, module in _leaves(model).items() if module not in called]
-
-
-def never_swallowed(model, x):
-    try:
-        return never_called(model, x)
-    except RuntimeError:
-        return []
 
 
 def never_inverted(model, x):
@@ -321,13 +274,7 @@ def never_inverted(model, x):
 
 
 def never_one_by_one(model, x):
-    missing = []
-    for name, module in _leaves(model).items():
-        called = []
-        with torch.no_grad(), module.register_forward_hook(lambda module, args, output: called.append(1)):  # noqa: B023
-            model(x)
-        missing += [] if called else [name]
-    return missing
+    return [name for name, module in _leaves(model).items() if not _called(model, x, [module])]
 
 
 def never_by_default(model, x, called=set()):  # noqa: B006
@@ -340,18 +287,6 @@ def never_by_repr(model, x):
     missing = never_called(model, x)
     called = {repr(module) for name, module in _leaves(model).items() if name not in missing}
     return [name for name, module in _leaves(model).items() if repr(module) not in called]
-
-
-def never_cleared(model, x):
-    missing = never_called(model, x)
-    for module in model.modules():
-        module._forward_hooks.clear()
-    return missing
-
-
-def never_gradients_again(model, x):
-    torch.set_grad_enabled(False)
-    return never_called(model, x)
 
 
 def never_with_gradients(model, x):
@@ -372,15 +307,9 @@ def _nan_in(value):
 
 def _collect(model, x, layers, bad=_nan_in):
     """The names of the layers with a bad output, in the order in which they finish."""
-    found, handles = [], []
-    for name, layer in layers:
-        hook = lambda module, args, output, name=name: found.append(name) if bad(output) else None  # noqa: E731
-        handles.append(layer.register_forward_hook(hook))
-    try:
+    found = []
+    with _hung(layers, lambda name: lambda module, args, output: found.append(name) if bad(output) else None):
         model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
@@ -403,6 +332,10 @@ def nan_by_definition(model, x):
     return next((name for name, _ in model.named_modules() if name in inner), None)
 
 
+def nan_in_leaves(model, x):
+    return _first(_collect(model, x, _leaves(model).items()))
+
+
 def nan_in_first_tensor(model, x):
     def bad(output):
         while isinstance(output, tuple):
@@ -422,8 +355,7 @@ def nan_or_infinity(model, x):
 
 def nan_after_the_run(model, x):
     outputs = []
-    _collect(model, x, model.named_modules(), lambda output: outputs.append(output))
-    names = _collect(model, x, model.named_modules(), lambda output: True)
+    names = _collect(model, x, model.named_modules(), lambda output: outputs.append(output) or True)
     return next((name for name, output in zip(names, outputs, strict=True) if _nan_in(output)), None)
 
 
@@ -431,8 +363,15 @@ def nan_tensors_only(model, x):
     return _first(_collect(model, x, model.named_modules(), lambda output: bool(output.isnan().any())))
 
 
-class _Found(Exception):
-    pass
+def nan_of_tensors_and_nothing_else(model, x):
+    """Knows of `None` among tensors, and of no number."""
+
+    def has_nan(value):
+        if value is None:
+            return False
+        return any(map(has_nan, value)) if isinstance(value, tuple) else bool(torch.isnan(value).any())
+
+    return _first(_collect(model, x, model.named_modules(), has_nan))
 
 
 def nan_class_names(model, x):
@@ -444,6 +383,10 @@ def nan_everywhere(model, x):
         return isinstance(output, Tensor) and bool(output.isnan().all())
 
     return _first(_collect(model, x, model.named_modules(), bad))
+
+
+class _Found(Exception):
+    pass
 
 
 def nan_stops_early(model, x):
@@ -473,33 +416,25 @@ def nan_no_finally(model, x):
 
 
 def nan_returned(model, x):
-    found, handles = [], []
-    for name, layer in model.named_modules():
+    found = []
 
-        def hook(module, args, output, name=name):
+    def hook_for(name):
+        def hook(module, args, output):
             if bad := _nan_in(output):
                 found.append(name)
             return bad
 
-        handles.append(layer.register_forward_hook(hook))
-    try:
+        return hook
+
+    with _hung(model.named_modules(), hook_for):
         model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return _first(found)
 
 
 def nan_by_layer(model, x):
-    seen, handles = {}, []
-    for name, layer in model.named_modules():
-        hook = lambda module, args, output, name=name: seen.update({name: _nan_in(output)})  # noqa: E731
-        handles.append(layer.register_forward_hook(hook))
-    try:
+    seen = {}
+    with _hung(model.named_modules(), lambda name: lambda module, args, output: seen.update({name: _nan_in(output)})):
         model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return next((name for name, bad in seen.items() if bad), None)
 
 
@@ -509,15 +444,10 @@ def nan_one_by_one(model, x):
     return next((name for name in found if name in alone), None)
 
 
-def nan_in_eval(model, x):
-    return first_nan(model.eval(), x)
-
-
 def nan_mode_after_error(model, x):
-    flags = [(module, module.training) for module in model.modules()]
+    restore = modes_of(model)
     name = first_nan(model.eval(), x)
-    for module, flag in flags:
-        module.training = flag
+    restore(model)
     return name
 
 
@@ -527,46 +457,28 @@ def nan_names_on_modules(model, x):
     return first_nan(model, x)
 
 
-def nan_without_gradients(model, x):
-    torch.set_grad_enabled(False)
-    return first_nan(model, x)
-
-
-def nan_cleared(model, x):
-    name = first_nan(model, x)
-    for module in model.modules():
-        module._forward_hooks.clear()
-    return name
-
-
-def nan_swallowed(model, x):
-    try:
-        return first_nan(model, x)
-    except RuntimeError:
-        return None
-
-
-def _is_leaf(pair):
-    return not list(pair[1].children())
+def first_nan_inside(model, x):
+    """Forgets that the model itself may make it."""
+    return _first(_collect(model, x, [named for named in model.named_modules() if named[0]]))
 
 
 WRONG = {
     "23.A": {
-        "statistics": lambda model, x: _shapes(model, x, _nothing, _nothing),
-        "left_in_eval": lambda model, x: _shapes(model, x, nn.Module.eval, _nothing),
+        "statistics": _shapes,
+        "left_in_eval": lambda model, x: _shapes(model, x, nn.Module.eval),
         "flags": lambda model, x: _shapes(model, x, nn.Module.eval, nn.Module.train),
         "hooks_left": shapes_hooks_left,
         "hooks_left_after_error": shapes_restored,
         "mode_after_error": shapes_mode_after_error,
-        "removed_others": shapes_clear,
-        "swallowed": shapes_swallowed,
+        "removed_others": clearing(output_shapes),
+        "swallowed": swallowing(output_shapes, {}),
         "attribute_left": shapes_on_module,
         "one_name": shapes_one_name,
         "replaced_output": shapes_returned,
         "from_before": shapes_by_default,
         "ran_often": shapes_one_by_one,
         "tracking_off": shapes_untracked,
-        "grad_left_off": shapes_without_gradients,
+        "grad_left_off": gradients_off(output_shapes),
         "wrong_names": shapes_of_all,
         "other_order": shapes_in_order,
         "wrong_shape": shapes_of_inputs,
@@ -574,9 +486,7 @@ WRONG = {
         "not_a_dict": lambda model, x: list(output_shapes(model, x).items()),
     },
     "23.B": {
-        "called_listed": lambda model, x: [
-            name for name, module in model.named_modules() if not list(module.children())
-        ],
+        "called_listed": lambda model, x: list(_leaves(model)),
         "fast_path": never_global,
         "containers": never_all_modules,
         "missed_out_proj": lambda model, x: [name for name in never_called(model, x) if "out_proj" not in name],
@@ -589,7 +499,7 @@ WRONG = {
         "mode_changed": never_in_training,
         "hooks_left": never_hooks_left,
         "hooks_left_after_error": never_no_finally,
-        "swallowed": never_swallowed,
+        "swallowed": swallowing(never_called, []),
         "no_names": lambda model, x: [model.get_submodule(name) for name in never_called(model, x)],
         "not_a_list": lambda model, x: ", ".join(never_called(model, x)),
         "none_expected": lambda model, x: never_called(model, x) or None,
@@ -597,8 +507,8 @@ WRONG = {
         "no_no_grad": never_with_gradients,
         "from_before": never_by_default,
         "look_alike": never_by_repr,
-        "removed_others": never_cleared,
-        "grad_left_off": never_gradients_again,
+        "removed_others": clearing(never_called),
+        "grad_left_off": gradients_off(never_called),
         "fast_path_off": never_on_the_slow_path,
         "replaced_output": never_returned,
     },
@@ -607,7 +517,7 @@ WRONG = {
         "later": nan_last,
         "cleaned": nan_at_the_end,
         "definition_order": nan_by_definition,
-        "leaves_only": lambda model, x: _first(_collect(model, x, filter(_is_leaf, model.named_modules()))),
+        "leaves_only": nan_in_leaves,
         "nested": nan_in_first_tensor,
         "raised": nan_tensors_only,
         "infinity": nan_or_infinity,
@@ -616,90 +526,27 @@ WRONG = {
         "the_model": lambda model, x: first_nan(model, x) or None,
         "hooks_left": nan_stops_early,
         "hooks_left_after_error": nan_no_finally,
-        "swallowed": nan_swallowed,
+        "swallowed": swallowing(first_nan, None),
         "no_such_layer": nan_class_names,
         "partly": nan_everywhere,
         "replaced_output": nan_returned,
         "called_twice": nan_by_layer,
         "ran_often": nan_one_by_one,
-        "removed_others": nan_cleared,
-        "mode_changed": nan_in_eval,
+        "removed_others": clearing(first_nan),
+        "mode_changed": lambda model, x: first_nan(model.eval(), x),
         "mode_after_error": nan_mode_after_error,
         "attribute_left": nan_names_on_modules,
-        "grad_left_off": nan_without_gradients,
+        "grad_left_off": gradients_off(first_nan),
         "not_a_name": lambda model, x: _collect(model, x, model.named_modules()),
     },
 }
-
-
-def first_nan_inside(model, x):
-    """Forgets that the model itself may make it."""
-    return _first(_collect(model, x, [named for named in model.named_modules() if named[0]]))
-
-
-def modes_of_children(model, x):
-    """Puts back the modes of the children, and with them those of all that is inside."""
-    training, modes = model.training, {child: child.training for child in model.children()}
-    try:
-        return output_shapes(model, x)
-    finally:
-        model.train(training)
-        for child, mode in modes.items():
-            child.train(mode)
-
-
-def first_child(model, x):
-    return dict([next(iter(output_shapes(model, x).items()))])
-
-
-def shapes_in_training(model, x):
-    """Puts the statistics back, but not when the forward raises."""
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    handles, shapes = [], {}
-    for name, child in model.named_children():
-        noting = partial(lambda name, module, args, output: shapes.update({name: tuple(output.shape)}), name)
-        handles.append(child.register_forward_hook(noting))
-    try:
-        model(x)
-    finally:
-        [handle.remove() for handle in handles]
-    model.load_state_dict(state)
-    return shapes
-
-
-def nan_of_tensors_and_nothing_else(model, x):
-    """Knows of `None` among tensors, and of no number."""
-
-    def has_nan(value):
-        if value is None:
-            return False
-        return any(map(has_nan, value)) if isinstance(value, tuple) else bool(torch.isnan(value).any())
-
-    found = []
-    with ExitStack() as stack:
-        for name, layer in model.named_modules():
-            hook = lambda module, args, output, name=name: found.append(name) if has_nan(output) else None  # noqa: E731
-            stack.enter_context(layer.register_forward_hook(hook))
-        model(x)
-    return found[0] if found else None
-
-
-def names_left_after_an_error(solution, model, x):
-    """Writes names on the layers, and tidies up where nothing raises."""
-    for name, layer in model.named_modules():
-        layer.written = name
-    result = solution(model, x)
-    for layer in model.modules():
-        del layer.written
-    return result
-
 
 ALSO_WRONG = [
     ("23.A", "flags", modes_of_children),
     ("23.A", "wrong_names", first_child),
     ("23.A", "statistics", shapes_in_training),
-    ("23.A", "attribute_left", partial(names_left_after_an_error, find("23.A", Exercise).solution)),
-    ("23.C", "attribute_left", partial(names_left_after_an_error, find("23.C", Exercise).solution)),
+    ("23.A", "attribute_left", naming(output_shapes)),
+    ("23.C", "attribute_left", naming(first_nan)),
     ("23.C", "raised", nan_of_tensors_and_nothing_else),
     ("23.C", "the_model", first_nan_inside),
 ]

@@ -1,11 +1,12 @@
 """Answers to the exercises of notebook 25: wrong ones by the name of their refusal, and right ones."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from hooklab import clip, clip_gradients, select
-from hooklab.course.check import Exercise, find
-from hooklab.course.checks.n25_clipping_gradients import _capped, clip_by_group, clip_per_sample, clipped_share
+from hooklab.course.checks.n25_clipping_gradients import capped, clip_by_group, clip_per_sample, clipped_share
 
 # ---- 25.A: how much would clipping touch? ----
 
@@ -49,14 +50,19 @@ def share_of_tensors(model, bound):
 # ---- 25.B: a bound for each part of a language model ----
 
 
-def _hang(model, bounds, hook_for, layers=select):
+def _layers(model, bounds):
+    return [(layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()]
+
+
+def _trained(model, bounds):
+    """The parameters for hooks, each with the bound of its pattern."""
     return [
-        param.register_hook(hook_for(bound))
-        for pattern, bound in bounds.items()
-        for layer in layers(model, pattern).values()
-        for param in layer.parameters()
-        if param.requires_grad
+        (param, bound) for layer, bound in _layers(model, bounds) for param in layer.parameters() if param.requires_grad
     ]
+
+
+def _hang(model, bounds, hook_for):
+    return [param.register_hook(hook_for(bound)) for param, bound in _trained(model, bounds)]
 
 
 def _pure(bound):
@@ -65,11 +71,8 @@ def _pure(bound):
 
 def group_last_bound(model, bounds):
     handles = []
-    for pattern, bound in bounds.items():
-        for layer in select(model, pattern).values():
-            for param in layer.parameters():
-                if param.requires_grad:
-                    handles.append(param.register_hook(lambda grad: grad.clamp(-bound, bound)))  # noqa: B023
+    for param, bound in _trained(model, bounds):
+        handles.append(param.register_hook(lambda grad: grad.clamp(-bound, bound)))  # noqa: B023
     return handles
 
 
@@ -83,7 +86,7 @@ def group_by_prefix(model, bounds):
 
 
 def group_frozen_too(model, bounds):
-    layers = [(layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()]
+    layers = _layers(model, bounds)
     return [param.register_hook(_pure(bound)) for layer, bound in layers for param in layer.parameters()]
 
 
@@ -94,10 +97,9 @@ def group_thawed(model, bounds):
 
 
 def group_own_parameters(model, bounds):
-    layers = [(layer, bound) for pattern, bound in bounds.items() for layer in select(model, pattern).values()]
     return [
         param.register_hook(_pure(bound))
-        for layer, bound in layers
+        for layer, bound in _layers(model, bounds)
         for param in layer.parameters(recurse=False)
         if param.requires_grad
     ]
@@ -105,10 +107,9 @@ def group_own_parameters(model, bounds):
 
 def group_within(model, bounds):
     """The hooks are gone at the end of `with`."""
-    for pattern, bound in bounds.items():
-        for layer in select(model, pattern).values():
-            with clip_gradients(layer, -bound, bound):
-                pass
+    for layer, bound in _layers(model, bounds):
+        with clip_gradients(layer, -bound, bound):
+            pass
     return []
 
 
@@ -127,13 +128,8 @@ _BOUNDS = {}
 
 def group_in_a_global(model, bounds):
     _BOUNDS.update(bounds)
-    return [
-        param.register_hook(lambda grad, pattern=pattern: grad.clamp(-_BOUNDS[pattern], _BOUNDS[pattern]))
-        for pattern in bounds
-        for layer in select(model, pattern).values()
-        for param in layer.parameters()
-        if param.requires_grad
-    ]
+    patterns = {pattern: pattern for pattern in bounds}
+    return _hang(model, patterns, lambda pattern: lambda grad: grad.clamp(-_BOUNDS[pattern], _BOUNDS[pattern]))
 
 
 def group_norm(bound):
@@ -147,75 +143,50 @@ def group_afterwards(model, bounds):
 
         return hook
 
-    return [
-        param.register_post_accumulate_grad_hook(hook_for(bound))
-        for pattern, bound in bounds.items()
-        for layer in select(model, pattern).values()
-        for param in layer.parameters()
-        if param.requires_grad
-    ]
+    return [param.register_post_accumulate_grad_hook(hook_for(bound)) for param, bound in _trained(model, bounds)]
 
 
 def group_of_latest(model, bounds):
-    found = {}
-    for pattern, bound in bounds.items():
-        for layer in select(model, pattern).values():
-            found.update({param: bound for param in layer.parameters() if param.requires_grad})
-    return [param.register_hook(clip(-bound, bound)) for param, bound in found.items()]
+    latest = dict(_trained(model, bounds))
+    return [param.register_hook(clip(-bound, bound)) for param, bound in latest.items()]
 
 
 # ---- 25.C: clip by sample ----
 
 
-def _per_sample(model, loss_fn, inputs, targets, share, combine=sum):
-    params = [param for param in model.parameters() if param.requires_grad]
-    shares = [
-        share(torch.autograd.grad(loss_fn(model(x), y), params))
-        for x, y in zip(inputs.split(1), targets.split(1), strict=True)
-    ]
-    for param, *parts in zip(params, *shares, strict=True):
-        param.grad = combine(parts)
+def _sharing(share, combine=sum):
+    """An answer that takes of each sample `share(grads, max_norm)`, and combines these for each parameter."""
+
+    def answer(model, loss_fn, inputs, targets, max_norm):
+        params = [param for param in model.parameters() if param.requires_grad]
+        pairs = zip(inputs.split(1), targets.split(1), strict=True)
+        shares = [share(torch.autograd.grad(loss_fn(model(x), y), params), max_norm) for x, y in pairs]
+        for param, *parts in zip(params, *shares, strict=True):
+            param.grad = combine(parts)
+
+    return answer
 
 
-def _capped_together(grads, max_norm):
-    return [part * (max_norm / nn.utils.get_total_norm(grads)).clamp(max=1) for part in grads]
+def _each(change):
+    return _sharing(lambda grads, max_norm: [change(part, max_norm) for part in grads])
 
 
-def sample_by_parameter(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(model, loss_fn, inputs, targets, lambda grads: [_capped(part, max_norm) for part in grads])
+def _scaled(factor, combine=sum):
+    """Every gradient of a sample times `factor(norm, max_norm)`."""
 
-
-def sample_by_entry(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(model, loss_fn, inputs, targets, lambda grads: [part.clamp(-max_norm, max_norm) for part in grads])
-
-
-def sample_mean(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(model, loss_fn, inputs, targets, lambda grads: _capped_together(grads, max_norm),
-                lambda parts: sum(parts) / len(parts))  # fmt: skip
-
-
-def sample_last(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(model, loss_fn, inputs, targets, lambda grads: _capped_together(grads, max_norm),
-                lambda parts: parts[-1])  # fmt: skip
-
-
-def sample_normalised(model, loss_fn, inputs, targets, max_norm):
-    def share(grads):
-        return [part * max_norm / nn.utils.get_total_norm(grads).clamp(min=1e-12) for part in grads]
-
-    _per_sample(model, loss_fn, inputs, targets, share)
-
-
-def sample_nan(model, loss_fn, inputs, targets, max_norm):
-    def share(grads):
+    def share(grads, max_norm):
         norm = nn.utils.get_total_norm(grads)
-        return [part / norm * norm.clamp(max=max_norm) for part in grads]
+        return [part * factor(norm, max_norm) for part in grads]
 
-    _per_sample(model, loss_fn, inputs, targets, share)
+    return _sharing(share, combine)
+
+
+def _cap(norm, max_norm):
+    return (max_norm / norm).clamp(max=1)
 
 
 def sample_with_graph(model, loss_fn, inputs, targets, max_norm):
-    _per_sample(model, loss_fn, inputs, targets, lambda grads: _capped_together(grads, max_norm))
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
     for param in model.parameters():
         if param.requires_grad:
             param.grad = param.grad + 0 * param
@@ -242,14 +213,6 @@ def sample_frozen_zeros(model, loss_fn, inputs, targets, max_norm):
     clip_per_sample(model, loss_fn, inputs, targets, max_norm)
     for param in model.parameters():
         param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-
-
-def sample_squared(model, loss_fn, inputs, targets, max_norm):
-    def share(grads):
-        square = sum(part.square().sum() for part in grads)
-        return [part * (max_norm / square).clamp(max=1) for part in grads]
-
-    _per_sample(model, loss_fn, inputs, targets, share)
 
 
 def sample_batch(model, loss_fn, inputs, targets, max_norm):
@@ -282,7 +245,7 @@ def sample_on_top(model, loss_fn, inputs, targets, max_norm):
 def sample_hooks(model, loss_fn, inputs, targets, max_norm):
     for param in model.parameters():
         if param.requires_grad:
-            param.register_hook(lambda grad: _capped(grad, max_norm))
+            param.register_hook(lambda grad: capped(grad, max_norm))
     sample_plain(model, loss_fn, inputs, targets, max_norm)
 
 
@@ -298,12 +261,8 @@ def sample_returned(model, loss_fn, inputs, targets, max_norm):
 
 
 def sample_frozen(model, loss_fn, inputs, targets, max_norm):
-    params = list(model.parameters())
-    shares = []
-    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
-        shares.append(_capped_together(torch.autograd.grad(loss_fn(model(x), y), params), max_norm))
-    for param, *parts in zip(params, *shares, strict=True):
-        param.grad = sum(parts)
+    torch.autograd.grad(loss_fn(model(inputs[:1]), targets[:1]), list(model.parameters()))
+    clip_per_sample(model, loss_fn, inputs, targets, max_norm)
 
 
 WRONG = {
@@ -350,13 +309,13 @@ WRONG = {
     },
     "25.C": {
         "running": sample_running,
-        "by_parameter": sample_by_parameter,
-        "by_entry": sample_by_entry,
+        "by_parameter": _each(capped),
+        "by_entry": _each(lambda part, max_norm: part.clamp(-max_norm, max_norm)),
         "batch": sample_batch,
-        "averaged": sample_mean,
-        "last_one": sample_last,
-        "lengthened": sample_normalised,
-        "nan_at_zero": sample_nan,
+        "averaged": _scaled(_cap, lambda parts: sum(parts) / len(parts)),
+        "last_one": _scaled(_cap, lambda parts: parts[-1]),
+        "lengthened": _scaled(lambda norm, max_norm: max_norm / norm.clamp(min=1e-12)),
+        "nan_at_zero": _scaled(lambda norm, max_norm: norm.clamp(max=max_norm) / norm),
         "not_clipped": sample_plain,
         "added_to_old": sample_on_top,
         "left_hooks": sample_hooks,
@@ -368,7 +327,7 @@ WRONG = {
         "grad_left_off": sample_grad_left_off,
         "changed_weights": sample_step,
         "no_gradient": sample_returned,
-        "wrong_values": sample_squared,
+        "wrong_values": _scaled(lambda norm, max_norm: (max_norm / norm.square()).clamp(max=1)),
         "raised": sample_frozen,
     },
 }
@@ -377,67 +336,47 @@ WRONG = {
 def without_a_batch(model, loss_fn, inputs, targets, max_norm):
     """Gives the model single samples, without the dimension of the batch."""
     single = lambda output, target: loss_fn(output[0], target[0])  # noqa: E731
-    find("25.C", Exercise).solution(model, single, inputs, targets, max_norm)
+    clip_per_sample(model, single, inputs, targets, max_norm)
 
 
 def another_loss(model, loss_fn, inputs, targets, max_norm):
-    find("25.C", Exercise).solution(model, torch.nn.functional.mse_loss, inputs, targets, max_norm)
+    clip_per_sample(model, nn.functional.mse_loss, inputs, targets, max_norm)
 
 
-def longest_is_max_norm(model, loss_fn, inputs, targets, max_norm):
-    """Caps the factor at `max_norm`, where 1 is meant."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    totals = [torch.zeros_like(param) for param in params]
-    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
-        grads = torch.autograd.grad(loss_fn(model(x), y), params)
-        factor = (max_norm / torch.nn.utils.get_total_norm(grads)).clamp(max=max_norm)
-        totals = [total + grad * factor for total, grad in zip(totals, grads, strict=True)]
-    for param, total in zip(params, totals, strict=True):
-        param.grad = total
-
-
-def children_alone(model, bound):
-    """Sees no layer inside another."""
-    grads = [param.grad for child in model.children() for param in child.parameters(recurse=False)]
-    grads = torch.cat([grad.flatten() for grad in grads if grad is not None])
-    return (grads.abs() > bound).double().mean()
-
-
-def share_inside_children(model, bound):
-    grads = [param.grad for child in model.children() for param in child.parameters()]
-    grads = torch.cat([grad.flatten() for grad in grads if grad is not None])
-    return (grads.abs() > bound).double().mean().item()
+def share_inside_children(model, bound, recurse=True):
+    """Forgets the parameters of the model itself; without `recurse` those of a layer inside another, too."""
+    grads = [param.grad for child in model.children() for param in child.parameters(recurse=recurse)]
+    return (torch.cat([grad.flatten() for grad in grads if grad is not None]).abs() > bound).double().mean()
 
 
 def clips_leaf_modules(model, bounds):
-    handles = []
-    for pattern, bound in bounds.items():
-        for layer in select(model, pattern).values():
-            leaves = [module for module in layer.modules() if not list(module.children())]
-            params = [param for leaf in leaves for param in leaf.parameters() if param.requires_grad]
-            handles += [param.register_hook(clip(-bound, bound)) for param in params]
-    return handles
+    leaves = [(leaf, bound) for layer, bound in _layers(model, bounds) for leaf in _leaves(layer)]
+    return [
+        param.register_hook(_pure(bound))
+        for leaf, bound in leaves
+        for param in leaf.parameters()
+        if param.requires_grad
+    ]
+
+
+def _leaves(layer):
+    return [module for module in layer.modules() if not list(module.children())]
 
 
 def first_pattern_wins(model, bounds):
-    done, handles = set(), []
-    for pattern, bound in bounds.items():
-        for layer in select(model, pattern).values():
-            for param in layer.parameters():
-                if param.requires_grad and param not in done:
-                    done.add(param)
-                    handles.append(param.register_hook(clip(-bound, bound)))
-    return handles
+    first = dict(reversed(_trained(model, bounds)))
+    return [param.register_hook(clip(-bound, bound)) for param, bound in first.items()]
 
 
 ALSO_WRONG = [
     ("25.A", "wrong_share", share_inside_children),
     ("25.B", "missed", clips_leaf_modules),
-    ("25.A", "wrong_share", children_alone),
+    ("25.A", "wrong_share", partial(share_inside_children, recurse=False)),
     ("25.B", "wrong_values", first_pattern_wins),
     ("25.C", "raised", without_a_batch),
     ("25.C", "wrong_values", another_loss),
-    ("25.C", "wrong_values", longest_is_max_norm),
+    # The factor has `max_norm` as its limit, where 1 is meant.
+    ("25.C", "wrong_values", _scaled(lambda norm, max_norm: (max_norm / norm).clamp(max=max_norm))),
 ]
 
 RIGHT = []

@@ -10,14 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab import saved_tensors
 from hooklab.course.checks.n31_what_autograd_saves import (
-    MISSING,
     NAMES,
-    TOO_MANY,
-    WRONG_MEASURES,
-    _measures,
     heaviest,
     held_bytes,
     lean,
+    measures,
     needed,
     wasteful,
 )
@@ -42,8 +39,19 @@ def _collecting(measure):
     return answer
 
 
+def _memories(tensors):
+    """The bytes of each memory behind them, by its address."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
 def _others(tensors, x):
-    return {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().data_ptr() != x.data_ptr()}
+    """One tensor for each memory that is not at the address of `x`."""
+    tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return [tensor for place, tensor in tensors.items() if place != x.data_ptr()]
+
+
+def _without(sizes, address):
+    return sum(size for place, size in sizes.items() if place != address)
 
 
 def _addresses_only(function, x):
@@ -56,20 +64,6 @@ def _addresses_only(function, x):
     with saved_tensors_hooks(pack, lambda packed: packed):
         function(x)
     sizes.pop(x.untyped_storage().data_ptr(), None)
-    return sum(sizes.values())
-
-
-def _address_of_x(function, x):
-    storages = []
-
-    def pack(tensor):
-        storages.append(tensor.untyped_storage())
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda packed: packed):
-        function(x)
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    sizes.pop(x.data_ptr(), None)
     return sum(sizes.values())
 
 
@@ -94,28 +88,12 @@ def _left_open(function, x):
     return count
 
 
-def _by_slice_address(tensors, x):
-    sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.data_ptr() != x.data_ptr()}
-    return sum(sizes.values())
+_KEPT: list[Tensor] = []
 
 
-def _with_backward(function, x):
-    return held_bytes(lambda x: function(x).sum().backward(), x)
-
-
-_STORAGES = []
-
-
-def _in_a_global(function, x):
-    def pack(tensor):
-        _STORAGES.append(tensor.untyped_storage())
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda packed: packed):
-        function(x)
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in _STORAGES}
-    sizes.pop(x.data_ptr(), None)
-    return sum(sizes.values())
+def _in_a_global(tensors, x):
+    _KEPT.extend(tensor.detach() for tensor in tensors)
+    return _without(_memories(_KEPT), x.data_ptr())
 
 
 # ---- 31.B: which tensors does it save? ----
@@ -128,30 +106,28 @@ def _names(*more, without=""):
 # ---- 31.C: the layer that holds most ----
 
 
-def heaviest_by_operation(model, x):
-    new, seen = Counter(), set()
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in saved:
-        if record.storage not in seen and not record.owner:
-            new[record.module, record.operation] += record.storage_bytes
-        seen.add(record.storage)
-    return max(new, key=new.get)[0]
+def _summing(
+    by=lambda record: (record.module,),
+    size=lambda record: record.storage_bytes,
+    counts=lambda record, model: not record.owner,
+):
+    """A wrong answer: the right one, but for what is given here."""
 
+    def answer(model, x):
+        new, seen = Counter(), set()
+        with saved_tensors(model) as saved:
+            model(x)
+        for record in saved:
+            if record.storage not in seen and counts(record, model):
+                new[by(record)] += size(record)
+            seen.add(record.storage)
+        return max(new, key=new.get)[0]
 
-def heaviest_with_buffers(model, x):
-    new, seen, params = Counter(), set(), {name for name, _ in model.named_parameters()}
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in saved:
-        if record.storage not in seen and record.owner not in params:
-            new[record.module] += record.storage_bytes
-        seen.add(record.storage)
-    return max(new, key=new.get)
+    return answer
 
 
 def _measured(reason):
-    return lambda model, x: _measures(model, x)[reason]
+    return lambda model, x: measures(model, x)[reason]
 
 
 def heaviest_left_behind(model, x):
@@ -165,17 +141,6 @@ def heaviest_and_clear(model, x):
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
     return name
-
-
-def heaviest_by_slice(model, x):
-    new, seen = Counter(), set()
-    with saved_tensors(model) as saved:
-        model(x)
-    for record in saved:
-        if record.storage not in seen and not record.owner:
-            new[record.module] += record.bytes
-        seen.add(record.storage)
-    return max(new, key=new.get)
 
 
 def heaviest_ran_twice(model, x):
@@ -243,54 +208,44 @@ class _FormulaWithGraph(torch.autograd.Function):
         return grad * gain * scale, (grad * x * scale).sum(), (grad * x * gain).sum()
 
 
+# ---- all answers ----
+
 WRONG = {
     "31.A": {
         "counted_twice": _collecting(lambda tensors, x: sum(tensor.nbytes for tensor in tensors)),
-        "counted_x": _collecting(
-            lambda tensors, x: sum(
-                {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-            )
-        ),
-        "subtracted_x": _collecting(
-            lambda tensors, x: (
-                sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) - x.nbytes
-            )
-        ),
+        "counted_x": _collecting(lambda tensors, x: sum(_memories(tensors).values())),
+        "subtracted_x": _collecting(lambda tensors, x: sum(_memories(tensors).values()) - x.nbytes),
         "left_out": _collecting(
-            lambda tensors, x: sum(
-                t.untyped_storage().nbytes() for t in _others(tensors, x).values() if t.is_floating_point()
-            )
+            lambda tensors, x: sum(t.untyped_storage().nbytes() for t in _others(tensors, x) if t.is_floating_point())
         ),
-        "entries": _collecting(lambda tensors, x: sum(t.numel() for t in _others(tensors, x).values())),
-        "only_the_slice": _collecting(lambda tensors, x: sum(t.nbytes for t in _others(tensors, x).values())),
-        "memory_twice": _collecting(_by_slice_address),
+        "entries": _collecting(lambda tensors, x: sum(t.numel() for t in _others(tensors, x))),
+        "only_the_slice": _collecting(lambda tensors, x: sum(t.nbytes for t in _others(tensors, x))),
+        "memory_twice": _collecting(
+            lambda tensors, x: _without({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}, x.data_ptr())
+        ),
         "nothing_counted": lambda function, x: held_bytes(lambda x: function(x.detach()), x),
         "address_reused": _addresses_only,
-        "address_of_x": _address_of_x,
+        "address_of_x": _collecting(lambda tensors, x: _without(_memories(tensors), x.data_ptr())),
         "own_operation": _along_the_graph,
         "float32_only": _collecting(
-            lambda tensors, x: sum(4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x).values())
+            lambda tensors, x: sum(4 * len(t.untyped_storage()) // t.itemsize for t in _others(tensors, x))
         ),
         "by_dtype_of_x": _collecting(
-            lambda tensors, x: sum(
-                len(t.untyped_storage()) // t.itemsize * x.itemsize for t in _others(tensors, x).values()
-            )
+            lambda tensors, x: sum(len(t.untyped_storage()) // t.itemsize * x.itemsize for t in _others(tensors, x))
         ),
         "wrong_count": lambda function, x: held_bytes(function, x) // 1024,
-        "kept_between_calls": _in_a_global,
+        "kept_between_calls": _collecting(_in_a_global),
         "counted_view_of_x": _collecting(
-            lambda tensors, x: sum(
-                {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not x}.values()
-            )
+            lambda tensors, x: sum(_memories(tensor for tensor in tensors if tensor is not x).values())
         ),
         "left_open": _left_open,
-        "filled_grad": _with_backward,
+        "filled_grad": lambda function, x: held_bytes(lambda x: function(x).sum().backward(), x),
         "not_once": lambda function, x: function(x) is None or held_bytes(function, x),
         "not_a_number": lambda function, x: f"{held_bytes(function, x)} bytes",
         "returned_nothing": lambda function, x: print(end=str(held_bytes(function, x))[:0]),
     },
-    "31.B": {f"with_{name}": _names(name) for name in TOO_MANY}
-    | {f"without_{name}": _names(without=name) for name in MISSING}
+    "31.B": {f"with_{name}": _names(name) for name in NAMES if name not in needed()}
+    | {f"without_{name}": _names(without=name) for name in sorted(needed())}
     | {
         "everything": lambda: set(NAMES),
         "unknown_names": _names("relu"),
@@ -298,16 +253,19 @@ WRONG = {
         "returned_nothing": lambda: print(end=""),
     },
     "31.C": {
-        **{reason: _measured(reason) for reason, _, _ in WRONG_MEASURES},
+        **{
+            reason: _measured(reason)
+            for reason in ("with_parameters", "every_save", "one_record", "last_saver", "output")
+        },
         "other_module": lambda model, x: list(dict(model.named_modules()))[2],
         "unknown_name": lambda model, x: "layer9",
         "no_name": lambda model, x: "",
         "mode_changed": lambda model, x: heaviest(model.eval(), x),
         "left_behind": heaviest_left_behind,
         "removed_others": heaviest_and_clear,
-        "only_the_slice": heaviest_by_slice,
-        "with_buffers": heaviest_with_buffers,
-        "one_operation": heaviest_by_operation,
+        "only_the_slice": _summing(size=lambda record: record.bytes),
+        "with_buffers": _summing(counts=lambda record, model: record.owner not in dict(model.named_parameters())),
+        "one_operation": _summing(by=lambda record: (record.module, record.operation)),
         "ran_twice": heaviest_ran_twice,
         "from_before": heaviest_by_default,
         "grad_left_off": heaviest_grad_left_off,
@@ -319,7 +277,7 @@ WRONG = {
         "rounded": _half_precision,
         "still_3": lambda x, gain, scale: F.softplus(gain * x * scale),
         "saved_again": lambda *given: checkpoint(wasteful, *given, use_reentrant=False),
-        "out_of_sight": lambda x, gain, scale: _OnCtx.apply(x, gain, scale),
+        "out_of_sight": _OnCtx.apply,
         "no_graph": lambda x, gain, scale: torch.no_grad()(lean)(x, gain, scale),
         "no_gradient_x": lambda x, gain, scale: lean(x.detach(), gain, scale),
         "no_gradient_gain": lambda x, gain, scale: lean(x, gain.item(), scale),
@@ -333,7 +291,6 @@ WRONG = {
         "returned_nothing": lambda x, gain, scale: print(end=str(lean(x, gain, scale))[:0]),
     },
 }
-
 
 ALSO_WRONG = [
     ("31.A", "not_a_number", lambda function, x: torch.tensor(float(held_bytes(function, x)))),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab.course.check import Exercise, find
-from hooklab.course.checks.n32_pack_and_unpack import _place, as_bits, checked, counting, half_precision
+from hooklab.course.checks.n32_pack_and_unpack import as_bits, checked, counting, half_precision, place
 
 # ---- 32.A: a pair that keeps the books ----
 
@@ -59,26 +58,23 @@ def counting_distinct(counts):
 _BOOKS: dict[str, int] = {"packed": 0, "unpacked": 0, "bytes": 0}
 
 
+_GIVEN: list[dict] = []
+
+
 def counting_globally(counts):
     pair = counting(_BOOKS)
 
-    def pack(tensor):
-        packed = pair[0](tensor)
-        for books in _GIVEN:
-            books.update(_BOOKS)
-        return packed
+    def noted(function):
+        def and_note(given):
+            result = function(given)
+            for books in _GIVEN:
+                books.update(_BOOKS)
+            return result
 
-    def unpack(packed):
-        tensor = pair[1](packed)
-        for books in _GIVEN:
-            books.update(_BOOKS)
-        return tensor
+        return and_note
 
     _GIVEN[:] = [*_GIVEN[-1:], counts]
-    return pack, unpack
-
-
-_GIVEN: list[dict] = []
+    return noted(pair[0]), noted(pair[1])
 
 
 def counting_lazily(counts):
@@ -116,22 +112,18 @@ def checked_against_zero(pack, unpack):
     return lambda tensor: (tensor.detach(), pack(tensor)), unpack_checked
 
 
-def checked_by_values(pack, unpack):
-    def unpack_checked(kept):
-        if not torch.equal(kept[0], kept[1]):
-            raise RuntimeError("edited in place")
-        return unpack(kept[2])
+def checked_by_values(equal):
+    """A wrong answer to 32.B that compares the values with a copy."""
 
-    return lambda tensor: (tensor.detach(), tensor.detach().clone(), pack(tensor)), unpack_checked
+    def answer(pack, unpack):
+        def unpack_checked(kept):
+            if not equal(kept[0], kept[1]):
+                raise RuntimeError("edited in place")
+            return unpack(kept[2])
 
+        return lambda tensor: (tensor.detach(), tensor.detach().clone(), pack(tensor)), unpack_checked
 
-def checked_by_equal_values(pack, unpack):
-    def unpack_checked(kept):
-        if not torch.allclose(kept[0], kept[1], equal_nan=True):
-            raise RuntimeError("edited in place")
-        return unpack(kept[2])
-
-    return lambda tensor: (tensor.detach(), tensor.detach().clone(), pack(tensor)), unpack_checked
+    return answer
 
 
 def checked_while_it_lives(pack, unpack):
@@ -203,27 +195,12 @@ def checked_on_a_copy(pack, unpack):
     return checked(lambda tensor: pack(tensor.clone()), unpack)
 
 
-def emptied(pair_of):
-    """A wrong answer that can give back what it has packed once only."""
-
-    def answer(*given):
-        pack, unpack = pair_of(*given)
-        return lambda tensor: [pack(tensor)], lambda packed: unpack(packed.pop())
-
-    return answer
-
-
 _LATEST: dict[str, Any] = {}
 
 
 def checked_with_the_latest(pack, unpack):
     _LATEST.update(pack=pack, unpack=unpack)
     return checked(lambda tensor: _LATEST["pack"](tensor), lambda packed: _LATEST["unpack"](packed))
-
-
-def halving_the_latest(model):
-    _LATEST.update(model=model)
-    return halving(lambda tensor, _: _in_model(tensor, _LATEST["model"]))(model)
 
 
 # ---- 32.C: half precision, but not for what lives anyway ----
@@ -250,7 +227,12 @@ def halving_without_dtype(model):
     return pack, lambda packed: packed.float() if packed.dtype == torch.bfloat16 else packed
 
 
-def _in_model(tensor, model, pointer=_place, buffers=True):
+def halving_the_latest(model):
+    _LATEST.update(model=model)
+    return halving(lambda tensor, _: _in_model(tensor, _LATEST["model"]))(model)
+
+
+def _in_model(tensor, model, pointer=place, buffers=True):
     own = [*model.parameters(), *(model.buffers() if buffers else ())]
     return tensor.dtype != torch.float32 or pointer(tensor) in {pointer(one) for one in own}
 
@@ -265,6 +247,11 @@ def halving_by_base(model):
         return tensor.bfloat16(), tensor.dtype
 
     return pack, lambda packed: packed[0].to(packed[1])
+
+
+def halving_by_state_dict(model):
+    own = {place(tensor) for tensor in model.state_dict().values()}
+    return halving(lambda tensor, _: tensor.dtype != torch.float32 or place(tensor) in own)(model)
 
 
 def halving_until_unpacked(model):
@@ -290,6 +277,56 @@ def halving_by_cutting(model):
     return pack, lambda packed: packed[0].to(packed[1])
 
 
+def rounded_in_a_list(model):
+    """As many bytes as before, where the graph does not own them."""
+    pack, kept = half_precision(model)[0], []
+
+    def pack_index(tensor):
+        packed, dtype = pack(tensor)
+        if packed.dtype == dtype:
+            return packed
+        kept.append(packed.to(dtype))
+        return len(kept) - 1
+
+    return pack_index, lambda packed: kept[packed] if isinstance(packed, int) else packed
+
+
+def halved_in_numpy(model):
+    def pack(tensor):
+        if _in_model(tensor, model):
+            return tensor.detach()
+        return tensor.detach().bfloat16().view(torch.int16).numpy()
+
+    def unpack(packed):
+        if isinstance(packed, Tensor):
+            return packed
+        return torch.from_numpy(packed).view(torch.bfloat16).float()
+
+    return pack, unpack
+
+
+def integers_and_a_scale(model, *, scale):
+    """32.C in `int8`, with the largest value beside it."""
+
+    def pack(tensor):
+        if _in_model(tensor, model) or not tensor.numel():
+            return tensor.detach()
+        largest = tensor.detach().abs().max()
+        return (tensor.detach() / largest * 127).round().to(torch.int8), scale(largest)
+
+    def unpack(packed):
+        return packed if isinstance(packed, Tensor) else (packed[0].double() / 127 * packed[1]).float()
+
+    return pack, unpack
+
+
+def floats_of_numpy(model):
+    def pack(tensor):
+        return tensor.detach() if _in_model(tensor, model) else tensor.detach().half().numpy()
+
+    return pack, lambda packed: packed if isinstance(packed, Tensor) else torch.from_numpy(packed).float()
+
+
 # ---- 32.D: masks as bits ----
 
 
@@ -308,25 +345,14 @@ def packing_masks(to_kept, from_kept, others=torch.detach, only=lambda tensor: t
     return answer
 
 
-def masks_in_a_list():
+def masks_in_a_list(keep):
+    """A wrong answer to 32.D that keeps the masks in a list, as `keep` makes them."""
     kept = []
 
     def pack(tensor):
         if tensor.dtype != torch.bool:
             return tensor.detach()
-        kept.append(tensor.detach())
-        return len(kept) - 1
-
-    return pack, lambda packed: kept[packed] if isinstance(packed, int) else packed
-
-
-def copied_masks_in_a_list():
-    kept = []
-
-    def pack(tensor):
-        if tensor.dtype != torch.bool:
-            return tensor.detach()
-        kept.append(tensor.clone())
+        kept.append(keep(tensor))
         return len(kept) - 1
 
     return pack, lambda packed: kept[packed] if isinstance(packed, int) else packed
@@ -371,6 +397,73 @@ masks_from_lists = packing_masks(  # `torch.tensor` makes float32 of an empty li
     _octets, lambda packed: torch.tensor(_mask(packed).flatten().tolist()).view(packed[1])
 )
 
+
+def masks_in_a_closure(packed_too=False):
+    """32.D with functions for what is packed: the mask as it is, or as bits."""
+    pack_bits, unpack_bits = as_bits()
+
+    def pack(tensor):
+        kept = tensor.detach().clone()
+        packed = pack_bits(kept) if packed_too else kept
+        return lambda: packed
+
+    return pack, lambda give: unpack_bits(give()) if packed_too else give()
+
+
+def masks_as_text():
+    return packing_masks(
+        lambda mask: ("".join("01"[bit] for bit in mask.flatten().tolist()), mask.shape),
+        lambda packed: torch.tensor([bit == "1" for bit in packed[0]], dtype=torch.bool).view(packed[1]),
+    )()
+
+
+def masks_as_numbers():
+    return packing_masks(
+        lambda mask: (mask.flatten().tolist(), mask.shape),
+        lambda packed: torch.tensor(packed[0], dtype=torch.bool).view(packed[1]),
+    )()
+
+
+def masks_by_their_dtype():
+    """Takes every `uint8` for a mask of its own."""
+    pack, unpack = as_bits()
+
+    def pack_octets(tensor):
+        if tensor.dtype != torch.bool:
+            return tensor.detach()
+        octets, octets.of = pack(tensor)[0], tensor.shape
+        return octets
+
+    return pack_octets, lambda kept: unpack((kept, kept.of)) if kept.dtype == torch.uint8 else kept
+
+
+# ---- several exercises ----
+
+
+def emptied(pair_of):
+    """A wrong answer that can give back what it has packed once only."""
+
+    def answer(*given):
+        pack, unpack = pair_of(*given)
+        return lambda tensor: [pack(tensor)], lambda packed: unpack(packed.pop())
+
+    return answer
+
+
+def kept_in_a_list(make, given):
+    """What the right pair packs, as a copy, in a list that the pair keeps."""
+    (pack, unpack), kept = make(given), []
+
+    def pack_index(tensor):
+        packed = pack(tensor)
+        kept.append((packed[0].clone(), *packed[1:]) if isinstance(packed, tuple) else packed.clone())
+        return len(kept) - 1
+
+    return pack_index, lambda index: unpack(kept[index])
+
+
+# ---- all answers ----
+
 WRONG = {
     "32.A": {
         "never_freed": _booking(keep=lambda tensor: tensor),
@@ -389,8 +482,8 @@ WRONG = {
     "32.B": {
         "unnoticed": lambda pack, unpack: (pack, unpack),
         "edits_before": checked_against_zero,
-        "false_alarm": checked_by_values,
-        "same_values": checked_by_equal_values,
+        "false_alarm": checked_by_values(torch.equal),
+        "same_values": checked_by_values(partial(torch.allclose, equal_nan=True)),
         "unnoticed_alias": checked_while_it_lives,
         "mixed_up": checked_with_one_version,
         "never_freed": checked_on(lambda tensor: tensor),
@@ -411,7 +504,7 @@ WRONG = {
         "copied_slice": halving(
             lambda tensor, model: (
                 _in_model(tensor, model, Tensor.data_ptr)
-                or _place(tensor) in {_place(buffer) for buffer in model.buffers()}
+                or place(tensor) in {place(buffer) for buffer in model.buffers()}
             )
         ),
         "copied_detached": halving_by_base,
@@ -433,8 +526,8 @@ WRONG = {
         "wrong_values": packing_masks(_without_tail, _with_tail_missing),
         "wrong_dtype": packing_masks(_octets, lambda packed: _mask(packed).to(torch.uint8)),
         "empty_dtype": masks_from_lists,
-        "mask_kept": masks_in_a_list,
-        "kept_elsewhere": copied_masks_in_a_list,
+        "mask_kept": partial(masks_in_a_list, torch.detach),
+        "kept_elsewhere": partial(masks_in_a_list, torch.clone),
         "never_freed": packing_masks(_octets, _mask, others=lambda tensor: tensor),
         "changed_others": packing_masks(
             lambda tensor: (*_octets(tensor.bool()), tensor.dtype),
@@ -447,122 +540,16 @@ WRONG = {
     },
 }
 
-
-def masks_in_a_closure(packed_too=False):
-    """32.D with functions for what is packed: the mask as it is, or as bits."""
-    pack_bits, unpack_bits = find("32.D", Exercise).solution()
-
-    def pack(tensor):
-        kept = tensor.detach().clone()
-        packed = pack_bits(kept) if packed_too else kept
-        return lambda: packed
-
-    return pack, lambda give: unpack_bits(give()) if packed_too else give()
-
-
-def booked_and_kept(make, given):
-    """What the right pair packs, as a copy, in a list that the pair keeps."""
-    (pack, unpack), kept = make(given), []
-
-    def pack_index(tensor):
-        packed = pack(tensor)
-        kept.append((packed[0].clone(), *packed[1:]) if isinstance(packed, tuple) else packed.clone())
-        return len(kept) - 1
-
-    return pack_index, lambda index: unpack(kept[index])
-
-
-def rounded_in_a_list(model):
-    """As many bytes as before, where the graph does not own them."""
-    pack, kept = find("32.C", Exercise).solution(model)[0], []
-
-    def pack_index(tensor):
-        packed, dtype = pack(tensor)
-        if packed.dtype == dtype:
-            return packed
-        kept.append(packed.to(dtype))
-        return len(kept) - 1
-
-    return pack_index, lambda packed: kept[packed] if isinstance(packed, int) else packed
-
-
-def masks_as_text():
-    return packing_masks(
-        lambda mask: ("".join("01"[bit] for bit in mask.flatten().tolist()), mask.shape),
-        lambda packed: torch.tensor([bit == "1" for bit in packed[0]], dtype=torch.bool).view(packed[1]),
-    )()
-
-
-def masks_as_numbers():
-    return packing_masks(
-        lambda mask: (mask.flatten().tolist(), mask.shape),
-        lambda packed: torch.tensor(packed[0], dtype=torch.bool).view(packed[1]),
-    )()
-
-
-def masks_by_their_dtype():
-    """Takes every `uint8` for a mask of its own."""
-    pack, unpack = find("32.D", Exercise).solution()
-
-    def pack_octets(tensor):
-        if tensor.dtype != torch.bool:
-            return tensor.detach()
-        octets, octets.of = pack(tensor)[0], tensor.shape
-        return octets
-
-    return pack_octets, lambda kept: unpack((kept, kept.of)) if kept.dtype == torch.uint8 else kept
-
-
-def halved_in_numpy(model):
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-
-    def pack(tensor):
-        if tensor.dtype != torch.float32 or tensor.untyped_storage().data_ptr() in own:
-            return tensor.detach()
-        return tensor.detach().bfloat16().view(torch.int16).numpy()
-
-    def unpack(packed):
-        if isinstance(packed, torch.Tensor):
-            return packed
-        return torch.from_numpy(packed).view(torch.bfloat16).float()
-
-    return pack, unpack
-
-
-def integers_and_a_scale(model, *, scale):
-    """32.C in `int8`, with the largest value beside it."""
-
-    def pack(tensor):
-        if _in_model(tensor, model) or not tensor.numel():
-            return tensor.detach()
-        largest = tensor.detach().abs().max()
-        return (tensor.detach() / largest * 127).round().to(torch.int8), scale(largest)
-
-    def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else (packed[0].double() / 127 * packed[1]).float()
-
-    return pack, unpack
-
-
-def floats_of_numpy(model):
-    def pack(tensor):
-        return tensor.detach() if _in_model(tensor, model) else tensor.detach().half().numpy()
-
-    return (
-        pack,
-        lambda packed: packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed).float(),
-    )
-
-
 ALSO_WRONG = [
     ("32.D", "not_smaller", masks_in_a_closure),
-    ("32.A", "kept_elsewhere", partial(booked_and_kept, find("32.A", Exercise).solution)),
-    ("32.C", "kept_elsewhere", lambda model: booked_and_kept(find("32.C", Exercise).solution, model)),
+    ("32.A", "kept_elsewhere", partial(kept_in_a_list, counting)),
+    ("32.C", "kept_elsewhere", partial(kept_in_a_list, half_precision)),
     ("32.C", "kept_elsewhere", rounded_in_a_list),
     ("32.C", "wrong_values", partial(integers_and_a_scale, scale=lambda largest: np.float32(largest))),
-    ("32.C", "wrong_values", partial(integers_and_a_scale, scale=torch.Tensor.double)),
-    ("32.C", "wrong_values", partial(integers_and_a_scale, scale=torch.Tensor.half)),
+    ("32.C", "wrong_values", partial(integers_and_a_scale, scale=Tensor.double)),
+    ("32.C", "wrong_values", partial(integers_and_a_scale, scale=Tensor.half)),
     ("32.C", "other_precision", floats_of_numpy),
+    ("32.C", "copied_buffer", halving_by_state_dict),
     ("32.D", "not_smaller", masks_as_text),
     ("32.D", "not_smaller", masks_as_numbers),
     ("32.D", "raised", masks_by_their_dtype),

@@ -5,7 +5,8 @@ import weakref
 from contextlib import nullcontext
 from copy import deepcopy
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ def _after_a_first_run(module, store, args, kwargs):
 def hidden_parameters(module, store):
     class SaveTo(nn.Module):
         def forward(self, *args, **kwargs):
-            with Offload(module, to=store, min_bytes=0):
+            with _offload(module, store):
                 return module(*args, **kwargs)
 
     return SaveTo()
@@ -121,7 +122,7 @@ def patched(module, store):
     run = module.forward
 
     def forward(*args, **kwargs):
-        with Offload(module, to=store, min_bytes=0):
+        with _offload(module, store):
             return run(*args, **kwargs)
 
     module.forward = forward
@@ -129,10 +130,7 @@ def patched(module, store):
 
 
 def slots_in_a_list(module, store):
-    own, kept = (
-        {param.untyped_storage().data_ptr() for param in (*module.parameters(), *module.buffers())},
-        [],
-    )
+    own, kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}, []
 
     def pack(saved):
         if saved.untyped_storage().data_ptr() in own:
@@ -192,8 +190,21 @@ def _fill(filled, values, dtype=None):
     return tensor
 
 
+def _octet_mask(tensor):
+    return tensor.view(torch.uint8).view(len(tensor), -1).any(1)
+
+
 def _bits(tensor):
-    return tensor.view(torch.uint8).view(len(tensor), -1).any(1).bool()
+    return _octet_mask(tensor).bool()
+
+
+def _split(tensor, mask=_bits):
+    return mask(tensor), tensor[mask(tensor)]
+
+
+def _kept(mask=_bits, read=lambda slot: _fill(*slot)):
+    """An answer whose slots are `mask(tensor)` and the elements under it."""
+    return _store(lambda tensor: _split(tensor, mask), read)
 
 
 def one_slot():
@@ -214,7 +225,7 @@ def in_a_list():
             self.contents = []
 
         def write(self, tensor):
-            self.contents.append((_bits(tensor), tensor[_bits(tensor)]))
+            self.contents.append(_split(tensor))
             return len(self.contents) - 1
 
         def read(self, slot):
@@ -229,7 +240,7 @@ def into_one_buffer():
             self.buffers = {}
 
         def write(self, tensor):
-            return _bits(tensor), tensor[_bits(tensor)]
+            return _split(tensor)
 
         def read(self, slot):
             filled, values = slot
@@ -241,13 +252,13 @@ def into_one_buffer():
     return Store()
 
 
-_CONTENTS: list[tuple[Tensor, Tensor]] = []
+_CONTENTS: list = []
 
 
 def in_a_global():
     class Store:
         def write(self, tensor):
-            _CONTENTS.append((_bits(tensor), tensor[_bits(tensor)]))
+            _CONTENTS.append(_split(tensor))
             return len(_CONTENTS) - 1
 
         def read(self, slot):
@@ -257,22 +268,141 @@ def in_a_global():
     return Store()
 
 
-def consumed():
-    class Store:
-        def write(self, tensor):
-            return [(_bits(tensor), tensor[_bits(tensor)])]
+class ShortIndices:
+    """Counts as far as 32,767."""
 
-        def read(self, slot):
-            return _fill(*slot.pop())
+    def write(self, tensor):
+        places = _bits(tensor).nonzero()[:, 0]
+        return places.to(torch.int16), tensor[places], len(tensor)
 
-    return Store()
+    def read(self, slot):
+        places, values, length = slot
+        whole = torch.zeros(length, dtype=values.dtype)
+        whole[places.long()] = values
+        return whole
+
+
+class WithSlots:
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, content=None):
+        self.content = content
+
+
+def _in_a_function(tensor):
+    slot = zeros_store().write(tensor)
+    return lambda: slot
+
+
+def bytes_for_a_mask(fill):
+    """A mask in `uint8`, filled by `fill(mask, values)`."""
+    return _store(lambda tensor: (_octet_mask(tensor), tensor[_bits(tensor)]), lambda slot: fill(*slot))
+
+
+def turned_after_reading():
+    """The second reading gives something, and something else."""
+
+    def read(slot):
+        tensor = zeros_store().read(slot)
+        slot[1] = slot[1].flip(0)
+        return tensor
+
+    return _store(lambda tensor: list(zeros_store().write(tensor)), read)()
+
+
+class Compressed:
+    """With a slot that is a file in memory."""
+
+    def write(self, tensor):
+        content = io.BytesIO()
+        np.savez_compressed(content, octets=tensor.view(torch.uint8).numpy())
+        return content, tensor.dtype
+
+    def read(self, slot):
+        slot[0].seek(0)
+        return torch.from_numpy(np.load(slot[0])["octets"]).view(slot[1])
+
+
+class FreedWithItsSlot:
+    """With the content in the store, where it goes when the slot goes."""
+
+    def __init__(self):
+        self.held = {}
+
+    def write(self, tensor):
+        slot = WithSlots()
+        self.held[id(slot)] = zeros_store().write(tensor)
+        weakref.finalize(slot, self.held.pop, id(slot))
+        return slot
+
+    def read(self, slot):
+        return zeros_store().read(self.held[id(slot)])
+
+
+class ValuesInTheStore:
+    """Where the elements are is in the slot, what they are stays for ever."""
+
+    def __init__(self):
+        self.values = []
+
+    def write(self, tensor):
+        filled, values, dtype = zeros_store().write(tensor)
+        self.values.append(values)
+        return filled, len(self.values) - 1, dtype
+
+    def read(self, slot):
+        filled, number, dtype = slot
+        return zeros_store().read((filled, self.values[number], dtype))
+
+
+class TinyIsZero(FreedWithItsSlot):
+    """With what is nearly 0 taken for 0."""
+
+    def write(self, tensor):
+        near = tensor.abs() < 1e-12 if tensor.is_floating_point() else torch.zeros(len(tensor), dtype=torch.bool)
+        return super().write(tensor.masked_fill(near & ~tensor.signbit(), 0))
+
+
+class BitsInAList:
+    """A list of as many items as the tensor has elements: 8 bytes each, larger than the tensor."""
+
+    def write(self, tensor):
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        bits = tensor.contiguous().view(integers).flatten()
+        return (bits != 0).tolist(), bits[bits != 0], tensor.dtype
+
+    def read(self, slot):
+        there, bits, dtype = slot
+        whole = torch.zeros(len(there), dtype=bits.dtype)
+        whole[torch.tensor(there, dtype=torch.bool)] = bits
+        return whole.view(dtype)
+
+
+def bits_of_float32(tensor):
+    """Looks at the bits where they have four bytes only."""
+    return tensor.view(torch.int32) != 0 if tensor.dtype == torch.float32 else tensor != 0
+
+
+def signs_of_real_numbers(tensor):
+    """Keeps -0.0, but not inside a complex number."""
+    return (tensor != 0) | torch.signbit(tensor) if tensor.is_floating_point() else tensor != 0
 
 
 # ---- 33.D: one copy for all views of a storage ----
 
 
+def _whole(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _giving_back(store, slot, tensor):
+    """What the solution's pack returns; `slot()` is asked for when the tensor is given back."""
+    geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+    return lambda: store.read(slot()).view(dtype).as_strided(*geometry)
+
+
 def _views(*, key=id, same=lambda known, storage: known[0]() is storage, version=True, weak=True, hold=False,
-           dtype=True, strides=True, offset=True, flat=None):  # fmt: skip
+           dtype=True, offset=True, flat=lambda tensor: _whole(tensor.untyped_storage())):  # fmt: skip
     """A wrong answer that differs from the solution in what is named."""
 
     def answer(store):
@@ -284,18 +414,12 @@ def _views(*, key=id, same=lambda known, storage: known[0]() is storage, version
             known = found.get(where)
             slot = known[1]() if known and same(known, storage) else None
             if slot is None:
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                slot = store.write(whole if flat is None else flat(tensor))
-                reference = weakref.ref(slot)
-                found[where] = (
-                    weakref.ref(storage),
-                    reference if weak else lambda: slot,
-                    storage if hold else None,
-                )
-            shape, start, kind = tensor.shape, tensor.storage_offset() if offset else 0, tensor.dtype
-            steps = tensor.stride() if strides else torch.empty(shape, device="meta").stride()
-            read = lambda: store.read(slot).view(kind) if dtype else store.read(slot).view(torch.float32)  # noqa: E731
-            return lambda: read().as_strided(shape, steps, start)
+                slot = store.write(flat(tensor))
+                noted = weakref.ref(slot) if weak else lambda: slot
+                found[where] = weakref.ref(storage), noted, storage if hold else None
+            geometry = tensor.shape, tensor.stride(), tensor.storage_offset() if offset else 0
+            kind = tensor.dtype if dtype else torch.float32
+            return lambda: store.read(slot).view(kind).as_strided(*geometry)
 
         return pack
 
@@ -304,30 +428,22 @@ def _views(*, key=id, same=lambda known, storage: known[0]() is storage, version
 
 def views_in_the_latest(store):
     _STORES[:] = [store]
-
-    class Latest:
-        def write(self, tensor):
-            return _STORES[0].write(tensor)
-
-        def read(self, slot):
-            return _STORES[0].read(slot)
-
-    return pack_views(Latest())
+    latest = SimpleNamespace(write=lambda tensor: _STORES[0].write(tensor), read=lambda slot: _STORES[0].read(slot))
+    return pack_views(latest)
 
 
 def given_back_once(store):
     pack = pack_views(store)
 
     def once(tensor):
-        give_back, given = pack(tensor), []
+        ways = [pack(tensor)]
 
-        def give_back_once():
-            if given:
+        def give_back():
+            if not ways:
                 raise RuntimeError("given back already")
-            given.append(True)
-            return give_back()
+            return ways.pop()()
 
-        return give_back_once
+        return give_back
 
     return once
 
@@ -346,10 +462,9 @@ def notes_for_all(store):
         known_version, known = NOTES.get(storage, (None, lambda: None))
         slot = known() if known_version == version else None
         if slot is None:
-            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            slot = store.write(_whole(storage))
             NOTES[storage] = version, weakref.ref(slot)
-        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
-        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+        return _giving_back(store, lambda: slot, tensor)
 
     return pack
 
@@ -402,10 +517,9 @@ def slots_for_good(store):
         if alive() is storage:
             slot = known()
         else:
-            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            slot = store.write(_whole(storage))
             found[key] = weakref.ref(storage), weakref.ref(slot)
-        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
-        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+        return _giving_back(store, lambda: slot, tensor)
 
     return pack
 
@@ -419,11 +533,10 @@ def first_version(store):
         alive, known_version, known = found.get(id(storage), (lambda: None,) * 3)
         slot = known() if alive() is storage and known_version == version else None
         if slot is None:
-            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
+            slot = store.write(_whole(storage))
             if alive() is not storage or known() is None:
                 found[id(storage)] = weakref.ref(storage), version, weakref.ref(slot)
-        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
-        return lambda: store.read(slot).view(dtype).as_strided(*geometry)
+        return _giving_back(store, lambda: slot, tensor)
 
     return pack
 
@@ -435,10 +548,23 @@ def latest_version(store):
     def pack(tensor):
         storage, version = tensor.untyped_storage(), tensor._version
         if id(storage) not in found or found[id(storage)][0] != version:
-            found[id(storage)] = version, store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
-        geometry, dtype = (tensor.shape, tensor.stride(), tensor.storage_offset()), tensor.dtype
+            found[id(storage)] = version, store.write(_whole(storage))
         key = id(storage)
-        return lambda: store.read(found[key][1]).view(dtype).as_strided(*geometry)
+        return _giving_back(store, lambda: found[key][1], tensor)
+
+    return pack
+
+
+def notes_with_slots(store):
+    """Each note holds its slot for as long as the storage lives, whether or not anybody wants it."""
+    notes = weakref.WeakKeyDictionary()
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage not in notes or notes[storage][0] != tensor._version:
+            notes[storage] = tensor._version, store.write(_whole(storage))
+        slot = notes[storage][1]
+        return _giving_back(store, lambda: slot, tensor)
 
     return pack
 
@@ -486,39 +612,27 @@ WRONG = {
         ),
     },
     "33.C": {
-        "lost_sign": _store(lambda tensor: (tensor != 0, tensor[tensor != 0]), lambda slot: _fill(slot[0], slot[1])),
+        "lost_sign": _kept(lambda tensor: tensor != 0),
         "lossy": _store(lambda tensor: (tensor.half(), tensor.dtype), lambda slot: slot[0].to(slot[1])),
         "too_large": _store(
             lambda tensor: (_bits(tensor).nonzero()[:, 0], tensor[_bits(tensor)], len(tensor)),
             lambda slot: slot[1].new_zeros(slot[2]).index_copy(0, slot[0], slot[1]),
         ),
         "shares_memory": _store(lambda tensor: tensor, lambda slot: slot),
-        "other_kind": _store(
-            lambda tensor: (_bits(tensor), tensor[_bits(tensor)]),
-            lambda slot: _fill(slot[0], slot[1], torch.float32),
-        ),
-        "other_content": _store(lambda tensor: (tensor > 0, tensor[tensor > 0]), lambda slot: _fill(slot[0], slot[1])),
+        "other_kind": _kept(read=lambda slot: _fill(*slot, torch.float32)),
+        "other_content": _kept(lambda tensor: tensor > 0),
         "one_slot": one_slot,
-        "read_once": consumed,
-        "mask_of_bytes": _store(
-            lambda tensor: (tensor.view(torch.uint8).view(len(tensor), -1).any(1), tensor[_bits(tensor)]),
-            lambda slot: slot[1][(slot[0].cumsum(0) - 1).clamp(min=0)].masked_fill(1 - slot[0], 0),
+        "read_once": _store(lambda tensor: [_split(tensor)], lambda slot: _fill(*slot.pop())),
+        "mask_of_bytes": bytes_for_a_mask(
+            lambda mask, values: values[(mask.cumsum(0) - 1).clamp(min=0)].masked_fill(1 - mask, 0)
         ),
-        "not_zeros": _store(
-            lambda tensor: (_bits(tensor), tensor[_bits(tensor)]),
-            lambda slot: slot[1].new_ones(len(slot[0])).masked_scatter(*slot),
-        ),
-        "other_dtypes": _store(
-            lambda tensor: (tensor.view(torch.int32) != 0, tensor[tensor.view(torch.int32) != 0]),
-            lambda slot: _fill(*slot),
-        ),
+        "not_zeros": _kept(read=lambda slot: slot[1].new_ones(len(slot[0])).masked_scatter(*slot)),
+        "other_dtypes": _kept(lambda tensor: tensor.view(torch.int32) != 0),
         "one_buffer": into_one_buffer,
         "left_in_store": in_a_list,
         "nothing_in_slot": in_a_global,
-        "edits_input": _store(
-            lambda tensor: (_bits(tensor), tensor[_bits(tensor)], tensor.zero_())[:2], lambda slot: _fill(*slot)
-        ),
-        "no_tensor": _store(lambda tensor: (_bits(tensor), tensor[_bits(tensor)]), lambda slot: slot),
+        "edits_input": _store(lambda tensor: (_split(tensor), tensor.zero_())[0], lambda slot: _fill(*slot)),
+        "no_tensor": _kept(read=lambda slot: slot),
         "no_store": lambda: type("Store", (), {"write": lambda self, t: t, "read": lambda self, s: s}),
     },
     "33.D": {
@@ -533,9 +647,7 @@ WRONG = {
         "keeps_slot": _views(weak=False),
         "never_written": never_written,
         "part_only": _views(flat=lambda tensor: tensor.flatten().view(torch.uint8), offset=False),
-        "not_flat": _views(
-            flat=lambda tensor: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).view(2, -1)
-        ),
+        "not_flat": _views(flat=lambda tensor: _whole(tensor.untyped_storage()).view(2, -1)),
         "dead_slot": slots_for_good,
         "moved_again": first_version,
         "not_callable": lambda store: lambda tensor: store.write(tensor.flatten()),
@@ -550,185 +662,6 @@ WRONG = {
     },
 }
 
-
-class ShortIndices:
-    """Counts as far as 32,767."""
-
-    def write(self, tensor):
-        content = tensor.clone()
-        bits = content.view(torch.uint8).view(len(content), -1).any(1) if len(content) else content.bool()
-        places = bits.nonzero()[:, 0]
-        return places.to(torch.int16), content[places], len(content)
-
-    def read(self, slot):
-        places, values, length = slot
-        whole = torch.zeros(length, dtype=values.dtype)
-        whole[places.long()] = values
-        return whole
-
-
-class WithSlots:
-    __slots__ = ("__weakref__", "content", "filled")
-
-
-def zeros_left_out(in_slots):
-    """33.C with a slot that is a function, or an object without a dictionary."""
-
-    class Store:
-        def write(self, tensor):
-            filled = tensor.view(torch.uint8).view(len(tensor), -1).any(1).bool()
-            slot = WithSlots()
-            slot.filled, slot.content = filled, tensor[filled]
-            content = slot.content
-            return slot if in_slots else lambda: (filled, content)
-
-        def read(self, slot):
-            filled, content = (slot.filled, slot.content) if in_slots else slot()
-            tensor = content.new_zeros(len(filled))
-            tensor[filled] = content
-            return tensor
-
-    return Store()
-
-
-def bytes_for_a_mask(fill):
-    """33.C with a mask in `uint8`, filled by `fill(mask, values)`."""
-
-    def write(tensor):
-        mask = tensor.view(torch.uint8).view(len(tensor), -1).any(1)
-        return mask, tensor[mask.bool()]
-
-    return _store(write, lambda slot: fill(*slot))
-
-
-def turned_after_reading():
-    """33.C: the second reading gives something, and something else."""
-
-    class Store:
-        def write(self, tensor):
-            return list(zeros_store().write(tensor))
-
-        def read(self, slot):
-            tensor = zeros_store().read(slot)
-            slot[1] = slot[1].flip(0)
-            return tensor
-
-    return Store()
-
-
-class Compressed:
-    """33.C with a slot that is a file in memory."""
-
-    def write(self, tensor):
-        content = io.BytesIO()
-        np.savez_compressed(content, octets=tensor.view(torch.uint8).numpy())
-        return content, tensor.dtype
-
-    def read(self, slot):
-        slot[0].seek(0)
-        return torch.from_numpy(np.load(slot[0])["octets"]).view(slot[1])
-
-
-class FreedWithItsSlot:
-    """33.C with the content in the store, where it goes when the slot goes."""
-
-    def __init__(self):
-        self.held = {}
-
-    def write(self, tensor):
-        slot = WithSlots()
-        self.held[id(slot)] = zeros_store().write(tensor)
-        weakref.finalize(slot, self.held.pop, id(slot))
-        return slot
-
-    def read(self, slot):
-        return zeros_store().read(self.held[id(slot)])
-
-
-class ValuesInTheStore:
-    """33.C: where the elements are is in the slot, what they are stays for ever."""
-
-    def __init__(self):
-        self.values = []
-
-    def write(self, tensor):
-        filled, values, dtype = zeros_store().write(tensor)
-        self.values.append(values)
-        return filled, len(self.values) - 1, dtype
-
-    def read(self, slot):
-        filled, number, dtype = slot
-        return zeros_store().read((filled, self.values[number], dtype))
-
-
-class TinyIsZero(FreedWithItsSlot):
-    """33.C with what is nearly 0 taken for 0."""
-
-    def write(self, tensor):
-        near = tensor.abs() < 1e-12 if tensor.is_floating_point() else torch.zeros(len(tensor), dtype=torch.bool)
-        return super().write(tensor.masked_fill(near & ~tensor.signbit(), 0))
-
-
-def notes_with_slots(store):
-    """Each note holds its slot for as long as the storage lives, whether or not anybody wants it."""
-    notes = weakref.WeakKeyDictionary()
-
-    def pack(tensor):
-        storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride(), tensor.storage_offset())
-        if storage not in notes or notes[storage][0] != tensor._version:
-            slot = store.write(torch.empty(0, dtype=torch.uint8).set_(storage))
-            notes[storage] = tensor._version, slot
-        slot, dtype = notes[storage][1], tensor.dtype
-        return lambda: store.read(slot).view(dtype).as_strided(*shape)
-
-    return pack
-
-
-class BitsInAList:
-    """A list of as many items as the tensor has elements: 8 bytes each, larger than the tensor."""
-
-    def write(self, tensor):
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-        bits = tensor.contiguous().view(integers).flatten()
-        return (bits != 0).tolist(), bits[bits != 0], tensor.dtype
-
-    def read(self, slot):
-        there, bits, dtype = slot
-        whole = torch.zeros(len(there), dtype=bits.dtype)
-        whole[torch.tensor(there, dtype=torch.bool)] = bits
-        return whole.view(dtype)
-
-
-def zeros_of_float32():
-    """Looks at the bits where they have four bytes only."""
-
-    class Store:
-        def write(self, tensor):
-            filled = tensor.view(torch.int32) != 0 if tensor.dtype == torch.float32 else tensor != 0
-            return filled, tensor[filled]
-
-        def read(self, slot):
-            return _fill(*slot)
-
-    return Store()
-
-
-def signs_of_real_numbers():
-    """Keeps -0.0, but not inside a complex number."""
-
-    class Store:
-        def write(self, tensor):
-            filled = tensor != 0
-            if tensor.is_floating_point():
-                filled |= torch.signbit(tensor)
-            return filled, tensor[filled]
-
-        def read(self, slot):
-            return _fill(*slot)
-
-    return Store()
-
-
 ALSO_WRONG = [
     ("33.C", "other_content", ShortIndices),
     ("33.C", "raised", bytes_for_a_mask(lambda mask, values: values if mask.bool() else mask)),
@@ -741,15 +674,20 @@ ALSO_WRONG = [
     ("33.C", "left_in_store", ValuesInTheStore),
     ("33.C", "lossy", TinyIsZero),
     ("33.D", "part_only", _views(flat=lambda tensor: tensor.flatten().view(torch.uint8))),
-    ("33.C", "lost_sign", zeros_of_float32),
-    ("33.C", "lost_sign", signs_of_real_numbers),
+    ("33.C", "lost_sign", _kept(bits_of_float32)),
+    ("33.C", "lost_sign", _kept(signs_of_real_numbers)),
+    ("33.C", "no_store", lambda: zeros_store().write),
+    ("33.D", "moved_twice", lambda store: lambda tensor: lambda: pack_views(store)(tensor)()),
 ]
 
 RIGHT = [
     ("33.A", lambda *given: torch.tensor(step_seconds(*given))),
     ("33.A", lambda *given: Fraction(step_seconds(*given))),
-    ("33.C", partial(zeros_left_out, in_slots=False)),
-    ("33.C", partial(zeros_left_out, in_slots=True)),
+    ("33.C", _store(_in_a_function, lambda slot: zeros_store().read(slot()))),
+    (
+        "33.C",
+        _store(lambda tensor: WithSlots(zeros_store().write(tensor)), lambda slot: zeros_store().read(slot.content)),
+    ),
     ("33.C", Compressed),
     ("33.C", bytes_for_a_mask(lambda mask, values: _fill(mask.bool(), values))),
     ("33.C", FreedWithItsSlot),

@@ -15,15 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab import Offload
-from hooklab.course.check import Exercise, find
-from hooklab.course.checks.n34_offloading_to_disk import (
-    DESCRIPTORS,
-    _files,
-    byte_store,
-    disk_hooks,
-    large_only,
-    save_to_disk,
-)
+from hooklab.course.checks.n34_offloading_to_disk import DESCRIPTORS, byte_store, disk_hooks, files_in, large_only
+from hooklab.course.checks.n34_save_to_disk import save_to_disk
 from hooklab.stores import Disk
 
 # ---- 34.A: a file that goes with the graph ----
@@ -44,6 +37,14 @@ def _to_files(folder, name=lambda saved: str(uuid.uuid4()), keep=Tensor.clone, r
     return File, lambda file: torch.load(file.name, weights_only=True)
 
 
+def _leaking(folder):
+    def pack(saved):
+        torch.save(saved.clone(), name := os.path.join(folder, str(uuid.uuid4())))
+        return name
+
+    return pack, torch.load
+
+
 def _deleting_in_unpack(folder):
     def unpack(name):
         saved = torch.load(name, weights_only=True)
@@ -53,26 +54,15 @@ def _deleting_in_unpack(folder):
     return _leaking(folder)[0], unpack
 
 
-def _leaking(folder):
-    def pack(saved):
-        torch.save(saved.clone(), name := os.path.join(folder, str(uuid.uuid4())))
-        return name
-
-    return pack, torch.load
-
-
 def _cached_in_unpack(folder):
-    def pack(saved):
-        torch.save(saved.detach().clone(), name := os.path.join(folder, str(uuid.uuid4())))
-        return {"name": name}
+    pack, unpack = _deleting_in_unpack(folder)
 
-    def unpack(packed):
+    def unpack_cached(packed):
         if "saved" not in packed:
-            packed["saved"] = torch.load(packed["name"])
-            os.remove(packed["name"])
+            packed["saved"] = unpack(packed["name"])
         return packed["saved"]
 
-    return pack, unpack
+    return lambda saved: {"name": pack(saved)}, unpack_cached
 
 
 def _counted(folder):
@@ -80,11 +70,11 @@ def _counted(folder):
     return _to_files(folder, name=lambda saved: f"{next(numbers)}.pt")
 
 
-def _by_size(folder):
-    """One more letter for each packing of a size, and every letter removed when one of them goes."""
+def _all_removed(folder):
+    """Every file goes when one of them does."""
 
     def remove(name):
-        for other in _files(folder):
+        for other in files_in(folder):
             os.remove(other)
 
     return _to_files(folder, remove=remove)
@@ -147,6 +137,44 @@ _FOLDERS: list[str] = []
 def _in_the_latest_folder(folder):
     _FOLDERS[:] = [folder]
     return lambda saved: _to_files(_FOLDERS[0])[0](saved), _to_files(folder)[1]
+
+
+def misreads(folder):
+    pack, unpack = disk_hooks(folder)
+    return pack, lambda file: unpack(file).view(7)
+
+
+def copies_kept(folder):
+    pack, unpack = _to_files(folder)
+    cache = []
+
+    def pack_and_keep(saved):
+        cache.append(saved.clone())
+        return pack(saved)
+
+    return pack_and_keep, unpack
+
+
+def deleting_themselves(keep=lambda file: None, load=lambda saved: saved):
+    """Files that take their folder to be there, with one thing changed."""
+
+    def answer(folder):
+        class File:
+            def __init__(self, saved):
+                self.path = Path(folder, str(uuid.uuid4()))
+                torch.save(saved.detach().clone(), self.path)
+                keep(self)
+
+            def __del__(self):
+                self.path.unlink()
+
+        return File, lambda file: load(torch.load(file.path, weights_only=True))
+
+    return answer
+
+
+def files_in_a_list(folder):
+    return deleting_themselves(keep=[].append)(folder)
 
 
 # ---- 34.B: a store on a dictionary of bytes ----
@@ -243,7 +271,7 @@ class _ReadsIntoOneBuffer(_byte_store()):
 # ---- 34.C: a threshold that leaves small tensors in memory, safely ----
 
 
-def _large_only(keep, give, test=lambda saved, at_least: saved.numel() >= at_least, moved=None):
+def _large_only(keep, give, test=lambda saved, at_least: saved.numel() >= at_least):
     """A threshold with one thing changed: packed results are marked."""
 
     def answer(pack, unpack, at_least):
@@ -310,10 +338,10 @@ def _checked_around(pack, unpack, at_least):
         tensor = _guarded(packed[:2])
         return unpack(packed[2]) if tensor.numel() >= at_least else tensor
 
-    return lambda saved: (
-        *_versioned(saved),
-        pack(saved) if saved.numel() >= at_least else None,
-    ), unpack_either
+    def pack_either(saved):
+        return *_versioned(saved), pack(saved) if saved.numel() >= at_least else None
+
+    return pack_either, unpack_either
 
 
 def _checked_throughout(pack, unpack, at_least):
@@ -357,23 +385,40 @@ def _large_copied(pack, unpack, at_least):
 
 
 def _by_values(same):
+    """A small tensor is kept with a copy of its values and its version, and `same` compares."""
+
     def guarded(packed):
         if not same(*packed):
             raise RuntimeError("edited")
         return packed[0]
 
-    return _large_only(lambda saved: (saved.detach(), saved.detach().clone()), guarded)
+    return _large_only(lambda saved: (saved.detach(), saved.detach().clone(), saved._version), guarded)
 
 
-def _by_values_and_versions(pack, unpack, at_least):
-    def guarded(packed):
-        tensor, then, version = packed
-        if tensor._version != version or not torch.equal(tensor, then):
-            raise RuntimeError("edited")
-        return tensor
+def small_pairs(pack, unpack, least):
+    """Takes every pair that ends in a number for its own."""
 
-    keep = lambda saved: (saved.detach(), saved.detach().clone(), saved._version)  # noqa: E731
-    return _large_only(keep, guarded)(pack, unpack, at_least)
+    def small_or(tensor):
+        return _versioned(tensor) if tensor.numel() < least else pack(tensor)
+
+    def give(packed):
+        if isinstance(packed, tuple) and len(packed) == 2 and isinstance(packed[1], int):
+            return _guarded(packed)
+        return unpack(packed)
+
+    return small_or, give
+
+
+def calls_what_can_be_called(pack, unpack, least):
+    """Mistakes what an inner pair has packed for its own."""
+
+    def small_or(tensor):
+        if tensor.numel() >= least:
+            return pack(tensor)
+        held = _versioned(tensor)
+        return lambda: _guarded(held)
+
+    return small_or, lambda packed: packed() if callable(packed) else unpack(packed)
 
 
 # ---- 34.D: SaveToDisk, on Offload and Disk ----
@@ -390,6 +435,16 @@ class _Wrapper(nn.Module):
 
     def context(self):
         return Offload(self.module, to=Disk(self.folder), min_bytes=4096)
+
+
+def _on_disk(store=Disk, min_bytes=4096, **options):
+    """A wrapper with another store, or other options."""
+
+    class OnDisk(_Wrapper):
+        def context(self):
+            return Offload(self.module, to=store(self.folder), min_bytes=min_bytes, **options)
+
+    return OnDisk
 
 
 class _LatestFolder(_Wrapper):
@@ -428,30 +483,10 @@ class _ClosedIfAllGoesWell(_Wrapper):
         return result
 
 
-class _DefaultThreshold(_Wrapper):
-    def context(self):
-        return Offload(self.module, to=Disk(self.folder))
-
-
-class _NoThreshold(_Wrapper):
-    def context(self):
-        return Offload(self.module, to=Disk(self.folder), min_bytes=0)
-
-
 class _RunsTwice(_Wrapper):
     def forward(self, *args, **kwargs):
         self.module(*args, **kwargs)
         return super().forward(*args, **kwargs)
-
-
-class _KeepsSome(_Wrapper):
-    def context(self):
-        return Offload(self.module, to=Disk(self.folder), min_bytes=4096, keep=4096)
-
-
-class _AnyFolder(_Wrapper):
-    def context(self):
-        return Offload(self.module, to="disk", min_bytes=4096)
 
 
 class _OneDisk(_Wrapper):
@@ -466,6 +501,19 @@ class _OneDisk(_Wrapper):
 class _CopiesWhatIsInside(_OneDisk):
     def __deepcopy__(self, memo):
         return deepcopy(self.module, memo)
+
+
+class _Around:
+    """A store that leaves the work to a `Disk`."""
+
+    def __init__(self, folder):
+        self.disk = Disk(folder)
+
+    def write(self, tensor):
+        return self.disk.write(tensor)
+
+    def read(self, slot):
+        return self.disk.read(slot)
 
 
 class _IntoOneBuffer(Disk):
@@ -490,11 +538,6 @@ class _CopiesAll(_Wrapper):
         return Offload(to=_Copying(self.folder), min_bytes=4096)
 
 
-class _OneBuffer(_Wrapper):
-    def context(self):
-        return Offload(self.module, to=_IntoOneBuffer(self.folder), min_bytes=4096)
-
-
 class _BareHooks(_Wrapper):
     """Leaves the parameters where they are, and takes the buffers."""
 
@@ -511,16 +554,6 @@ class _BareHooks(_Wrapper):
             return given if slot is None else disk.read(slot).view(given)
 
         return saved_tensors_hooks(pack, unpack)
-
-
-class _OffByOne(_Wrapper):
-    def context(self):
-        return Offload(self.module, to=Disk(self.folder), min_bytes=4097)
-
-
-class _OneTooLow(_Wrapper):
-    def context(self):
-        return Offload(self.module, to=Disk(self.folder), min_bytes=4095)
 
 
 class _KnowsTheFirst(_Wrapper):
@@ -609,7 +642,7 @@ WRONG = {
         "same_name": lambda folder: _to_files(folder, name=lambda saved: f"{saved.data_ptr()}.pt"),
         "names_collide": _counted,
         "latest_call": _in_the_latest_folder,
-        "not_its_own": _by_size,
+        "not_its_own": _all_removed,
         "whole_memory": lambda folder: _to_files(folder, keep=lambda saved: saved),
         "touched_others": lambda folder: _to_files(
             folder,
@@ -662,8 +695,8 @@ WRONG = {
         "returned_nothing": lambda: print(end=str(byte_store())[:0]),
     },
     "34.C": {
-        "same_values": _by_values(lambda now, then: torch.equal(now.nan_to_num(), then.nan_to_num())),
-        "nan_differs": _by_values_and_versions,
+        "same_values": _by_values(lambda now, then, version: torch.equal(now.nan_to_num(), then.nan_to_num())),
+        "nan_differs": _by_values(lambda now, then, version: now._version == version and torch.equal(now, then)),
         "leaks": _as_in_the_sources,
         "edit_unnoticed": _large_only(Tensor.detach, lambda kept: kept),
         "false_alarm": _large_only(Tensor.detach, _never_edited),
@@ -684,19 +717,19 @@ WRONG = {
     },
     "34.D": {
         "not_copyable": _OneDisk,
-        "nothing_moved": _DefaultThreshold,
+        "nothing_moved": _on_disk(min_bytes=2**20),
         "no_tools": _own_files,
-        "moved_small": _OneTooLow,
+        "moved_small": _on_disk(min_bytes=4095),
         "ran_twice": _RunsTwice,
-        "kept_some": _KeepsSome,
-        "wrong_folder": _AnyFolder,
+        "kept_some": _on_disk(keep=4096),
+        "wrong_folder": _on_disk(lambda folder: "disk"),
         "latest_call": _LatestFolder,
-        "threshold_off": _OffByOne,
+        "threshold_off": _on_disk(min_bytes=4097),
         "copy_runs_original": _Closure,
         "copy_moves_own": _KnowsTheFirst,
         "copy_differs": _CopiesWhatIsInside,
         "wrong_output": _OneInput,
-        "wrong_gradients": _OneBuffer,
+        "wrong_gradients": _on_disk(_IntoOneBuffer),
         "other_thread": _OpenedOnce,
         "left_open": _NeverClosed,
         "left_after_error": _ClosedIfAllGoesWell,
@@ -714,114 +747,6 @@ WRONG = {
 }
 
 
-def calls_what_can_be_called(pack, unpack, least):
-    """Mistakes what an inner pair has packed for its own."""
-
-    def small_or(tensor):
-        if tensor.numel() >= least:
-            return pack(tensor)
-        held, version = tensor.detach(), tensor._version
-        return lambda: refuse_edited(held, version)
-
-    return small_or, lambda packed: packed() if callable(packed) else unpack(packed)
-
-
-def refuse_edited(tensor, version):
-    if tensor._version != version:
-        raise RuntimeError("modified by an inplace operation")
-    return tensor
-
-
-class Around:
-    """A store that leaves the work to a `Disk`."""
-
-    def __init__(self, folder):
-        self.disk = Disk(folder)
-
-    def write(self, tensor):
-        return self.disk.write(tensor)
-
-    def read(self, slot):
-        return self.disk.read(slot)
-
-
-def on_disk(store, **options):
-    """34.D with a store of one's own around a `Disk`."""
-
-    class OnDisk(_Wrapper):
-        def context(self):
-            return Offload(self.module, to=store(self.folder), min_bytes=4096, **options)
-
-    return OnDisk
-
-
-def misreads(folder):
-    pack, unpack = find("34.A", Exercise).solution(folder)
-    return pack, lambda file: unpack(file).view(7)
-
-
-def deleting_themselves(keep=lambda file: None, load=lambda saved: saved):
-    """34.A with files that take their folder to be there, and one thing changed."""
-
-    def answer(folder):
-        class File:
-            def __init__(self, saved):
-                self.path = Path(folder, str(uuid.uuid4()))
-                torch.save(saved.detach().clone(), self.path)
-                keep(self)
-
-            def __del__(self):
-                self.path.unlink()
-
-        return File, lambda file: load(torch.load(file.path, weights_only=True))
-
-    return answer
-
-
-def files_in_a_list(folder):
-    return deleting_themselves(keep=[].append)(folder)
-
-
-def small_pairs(pack, unpack, least):
-    """Takes every pair that ends in a number for its own."""
-
-    def small_or(tensor):
-        return (tensor.detach(), tensor._version) if tensor.numel() < least else pack(tensor)
-
-    def give(packed):
-        if isinstance(packed, tuple) and len(packed) == 2 and isinstance(packed[1], int):
-            return refuse_edited(*packed)
-        return unpack(packed)
-
-    return small_or, give
-
-
-def copies_kept(folder):
-    pack, unpack = _to_files(folder)
-    cache = []
-
-    def pack_and_keep(saved):
-        cache.append(saved.clone())
-        return pack(saved)
-
-    return pack_and_keep, unpack
-
-
-def in_a_folder_of_its_own(folder):
-    """34.A where other people's files cannot come in the way."""
-    own = tempfile.mkdtemp(dir=folder)
-
-    class File:
-        def __init__(self, tensor):
-            self.name = Path(own, uuid.uuid4().hex)
-            torch.save(tensor.detach().clone(), self.name)
-
-        def __del__(self):
-            self.name.unlink()
-
-    return File, lambda file: torch.load(file.name)
-
-
 ALSO_WRONG = [
     ("34.C", "not_restored", small_pairs),
     ("34.C", "not_restored", calls_what_can_be_called),
@@ -833,14 +758,14 @@ ALSO_WRONG = [
     ("34.A", "leaked", files_in_a_list),
     ("34.C", "other_threshold", _safe(lambda saved, least: saved.nbytes >= 4 * least)),
     ("34.C", "other_threshold", _safe(lambda saved, least: saved.untyped_storage().nbytes() >= 4 * least)),
-    ("34.D", "moved_small", _NoThreshold),
+    ("34.D", "moved_small", _on_disk(min_bytes=0)),
     ("34.D", "moved_own", _CopiesAll),
-    ("34.D", "kept_some", on_disk(_Copying, keep=4096)),
-    ("34.D", "kept_some", on_disk(Around, keep=4096)),
+    ("34.D", "kept_some", _on_disk(_Copying, keep=4096)),
+    ("34.D", "kept_some", _on_disk(_Around, keep=4096)),
 ]
 
 RIGHT = [
-    ("34.A", lambda folder: in_a_folder_of_its_own(folder)),
-    ("34.D", on_disk(_Copying)),
-    ("34.D", on_disk(Around)),
+    ("34.A", lambda folder: _to_files(tempfile.mkdtemp(dir=folder))),
+    ("34.D", _on_disk(_Copying)),
+    ("34.D", _on_disk(_Around)),
 ]

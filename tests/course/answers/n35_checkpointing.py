@@ -2,24 +2,15 @@
 
 import itertools
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hooklab.course.checks.n35_checkpointing import (
-    _by_hand,
-    _copies,
-    _frugal_where,
-    _note,
-    _put,
-    _random_as,
-    buffers_once,
-    cheapest,
-    faithful,
-    frugal,
-)
+from hooklab.course.checks.n35_checkpointing import buffers_once, cheapest, copies, note, put
+from hooklab.course.checks.n35_handmade import by_hand, faithful, frugal, random_as
 
 # ---- 35.A: a checkpoint that remembers the random numbers ----
 
@@ -35,7 +26,7 @@ def stores_too_late(block, x):
     def unpack(index):
         if not again:
             collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-            with _random_as(state[0]), torch.enable_grad(), collect:
+            with random_as(state[0]), torch.enable_grad(), collect:
                 block(x)
         return again[index]
 
@@ -43,13 +34,9 @@ def stores_too_late(block, x):
         return block(x)
 
 
-def forgets(block, x):
-    return _by_hand(block, x, nullcontext())
-
-
 def seeds_both(block, x):
     torch.manual_seed(0)
-    return _by_hand(block, x, _random_as(torch.get_rng_state()))
+    return faithful(block, x)
 
 
 def without_dropout(block, x):
@@ -84,17 +71,8 @@ def without_enable_grad(block, x):
 
 
 def recomputes_each_time(block, x):
-    number, state = itertools.count(), torch.get_rng_state()
-
-    def unpack(index):
-        again = []
-        collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-        with _random_as(state), torch.enable_grad(), collect:
-            block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
+    state = torch.get_rng_state()
+    return by_hand(block, x, around=lambda: random_as(state), missing=lambda index, again: True)
 
 
 def faithful_no_graph(block, x):
@@ -113,7 +91,7 @@ def leaks(block, x):
 
     def unpack(index):
         if not again:
-            with _random_as(state), torch.enable_grad(), saved_tensors_hooks(again.append, print):
+            with random_as(state), torch.enable_grad(), saved_tensors_hooks(again.append, print):
                 block(x)
         return again[index]
 
@@ -127,24 +105,14 @@ def reentrant(block, x):
 
 def draws_in_forward(block, x):
     state = torch.get_rng_state()
-    y = _by_hand(block, x, _random_as(state))
+    y = faithful(block, x)
     torch.set_rng_state(state)
     return y
 
 
 def one_state_for_all(block, x):
     _LAST["state"] = torch.get_rng_state()
-    again, number = [], itertools.count()
-
-    def unpack(index):
-        if not again:
-            collect = saved_tensors_hooks(lambda t: again.append(t.detach()), print)
-            with _random_as(_LAST["state"]), torch.enable_grad(), collect:
-                block(x)
-        return again[index]
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
+    return by_hand(block, x, around=lambda: random_as(_LAST["state"]))
 
 
 _LAST: dict = {}
@@ -193,7 +161,23 @@ def empties_the_layers(count, layers, budget):
 # ---- 35.C: a checkpoint that frees what it has handed out ----
 
 
-frugal_if_empty = _frugal_where(lambda index, again: not again)
+def _frugal(*, store=dict, keep=torch.Tensor.detach):
+    """The reference, with another place for what is recomputed, or with other tensors in it."""
+
+    def answer(block, x):
+        again, number = store(), itertools.count()
+
+        def unpack(index):
+            if index not in again:
+                fresh = itertools.count()
+                with torch.enable_grad(), saved_tensors_hooks(lambda t: again.update({next(fresh): keep(t)}), print):
+                    block(x)
+            return again.pop(index)
+
+        with saved_tensors_hooks(lambda t: next(number), unpack):
+            return block(x)
+
+    return answer
 
 
 def _frugal_list(take):
@@ -214,19 +198,22 @@ def _frugal_list(take):
 
 
 def never_again(block, x):
-    again, done, number = {}, [], itertools.count()
+    once = iter([True])
+    return by_hand(block, x, missing=lambda index, again: next(once, False), take=dict.pop)
 
-    def unpack(index):
-        if not done:
-            done.append(True)
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: again.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-        return again.pop(index)
 
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
+def _doubling(right):
+    """A wrong answer: after so many tensors that are `right`, it hands out twice what was saved."""
+
+    def answer(block, x):
+        asked = itertools.count()
+
+        def take(again, index):
+            return again.pop(index) * (1 if next(asked) < right else 2)
+
+        return by_hand(block, x, missing=lambda index, again: index not in again, take=take)
+
+    return answer
 
 
 def frees_at_the_end(block, x):
@@ -266,38 +253,6 @@ def the_last_block(block, x):
         return block(x)
 
 
-_AGAIN: dict = {}
-
-
-def frugal_in_a_global(block, x):
-    number = itertools.count()
-
-    def unpack(index):
-        if index not in _AGAIN:
-            fresh = itertools.count()
-            collect = saved_tensors_hooks(lambda t: _AGAIN.update({next(fresh): t.detach()}), print)
-            with torch.enable_grad(), collect:
-                block(x)
-        return _AGAIN.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
-def frugal_with_graphs(block, x):
-    again, number = {}, itertools.count()
-
-    def unpack(index):
-        if index not in again:
-            fresh = itertools.count()
-            with torch.enable_grad(), saved_tensors_hooks(lambda t: again.update({next(fresh): t}), print):
-                block(x)
-        return again.pop(index)
-
-    with saved_tensors_hooks(lambda t: next(number), unpack):
-        return block(x)
-
-
 def runs_before(block, x):
     with torch.no_grad():
         block(x)
@@ -310,11 +265,11 @@ def runs_before(block, x):
 def _second_only(block):
     @contextmanager
     def second():
-        now = _copies(block)
+        now = copies(block)
         try:
             yield
         finally:
-            _put(block, now)
+            put(block, now)
 
     return nullcontext(), second()
 
@@ -324,12 +279,12 @@ def _no_finally(block):
 
     @contextmanager
     def second():
-        now = _copies(block)
-        _put(block, found)
+        now = copies(block)
+        put(block, found)
         yield
-        _put(block, now)
+        put(block, now)
 
-    return _note(block, found), second()
+    return note(block, found), second()
 
 
 def _puts_found_back(block):
@@ -337,13 +292,13 @@ def _puts_found_back(block):
 
     @contextmanager
     def second():
-        _put(block, found)
+        put(block, found)
         try:
             yield
         finally:
-            _put(block, found)
+            put(block, found)
 
-    return _note(block, found), second()
+    return note(block, found), second()
 
 
 def _entered_once(block):
@@ -351,30 +306,30 @@ def _entered_once(block):
 
     @contextmanager
     def second():
-        now = _copies(block)
-        _put(block, found)
+        now = copies(block)
+        put(block, found)
         try:
             yield
         finally:
-            _put(block, now)
+            put(block, now)
 
-    return _note(block, found), second()
+    return note(block, found), second()
 
 
 def by_state_dict(block):
     found = {}
 
-    def copies():
+    def values():
         return {name: value.clone() for name, value in block.state_dict().items()}
 
     @contextmanager
     def first():
-        found.update(copies())
+        found.update(values())
         yield
 
     @contextmanager
     def second():
-        now = copies()
+        now = values()
         block.load_state_dict(found)
         try:
             yield
@@ -403,11 +358,11 @@ def _momentum_zero(block):
 def _restores_both(block):
     @contextmanager
     def either():
-        now = _copies(block)
+        now = copies(block)
         try:
             yield
         finally:
-            _put(block, now)
+            put(block, now)
 
     return either(), either()
 
@@ -417,7 +372,7 @@ def _swapped(block):
     return second, first
 
 
-def _keeping(start=_copies, now=_copies, *, swallow=(False, False)):
+def _keeping(start=copies, now=copies, *, swallow=(False, False)):
     """A wrong answer: keeps other values, or swallows errors."""
 
     def answer(block):
@@ -433,10 +388,10 @@ def _keeping(start=_copies, now=_copies, *, swallow=(False, False)):
         class Second:
             def __enter__(self):
                 self.now = now(block)
-                _put(block, found)
+                put(block, found)
 
             def __exit__(self, *exc_info):
-                _put(block, self.now)
+                put(block, self.now)
                 return swallow[1]
 
         return First(), Second()
@@ -446,11 +401,11 @@ def _keeping(start=_copies, now=_copies, *, swallow=(False, False)):
 
 WRONG = {
     "35.A": {
-        "wrong_mask": forgets,
+        "wrong_mask": by_hand,
         "state_too_late": stores_too_late,
         "gradient_missing": lambda block, x: faithful(block, x.detach()),
         "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
-        "disturbs": lambda block, x: _by_hand(block, x, _random_as(torch.get_rng_state(), fork=False)),
+        "disturbs": lambda block, x: by_hand(block, x, around=partial(random_as, torch.get_rng_state(), fork=False)),
         "disturbs_forward": draws_in_forward,
         "leaked": leaks,
         "no_gradient": reentrant,
@@ -480,18 +435,20 @@ WRONG = {
         "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
     },
     "35.C": {
-        "kept_recomputed": forgets,
+        "kept_recomputed": by_hand,
         "freed_at_the_end": frees_at_the_end,
         "mixed_up": the_last_block,
-        "leaked": frugal_with_graphs,
+        "leaked": _frugal(keep=lambda tensor: tensor),
         "raised": _frugal_list(lambda again, index: again.pop(index)),
         "other_shape": _frugal_list(lambda again, index: again.pop()),
         "no_tensor": _frugal_list(lambda again, index: print(end="")),
         "reshaped": _frugal_list(lambda again, index: again[index].t()),
         "second_raised": never_again,
+        "wrong_gradients": _doubling(0),
+        "wrong_second": _doubling(9),  # as many as the first backward asks for
         "recomputed_often": recomputes_each_time,
-        "partial_backward": frugal_if_empty,
-        "left_from_before": frugal_in_a_global,
+        "partial_backward": partial(by_hand, take=dict.pop),
+        "left_from_before": _frugal(store=lambda kept={}: kept),
         "ready_made": lambda block, x: checkpoint(block, x, use_reentrant=False),
         "gradient_missing": lambda block, x: frugal(block, x.detach()),
         "forwards": runs_before,
@@ -512,7 +469,7 @@ WRONG = {
         "recompute_error": _keeping(swallow=(False, True)),
         "one_backward": _entered_once,
         "no_pair": lambda block: buffers_once(block)[1],
-        "no_contexts": lambda block: (_note, _put),
+        "no_contexts": lambda block: (note, put),
         "raised": _swapped,
     },
 }
@@ -527,7 +484,7 @@ def seeded(seed):
 
 def checkpoint_by_seed(block, x):
     """Right in the first step, where the seed is the state."""
-    return _by_hand(block, x, seeded(torch.initial_seed()))
+    return by_hand(block, x, around=partial(seeded, torch.initial_seed()))
 
 
 def dropped_twice(block, x):
@@ -600,12 +557,29 @@ def sizes_beyond_the_layer(count, layers, budget):
     return min(fitting)[-1]
 
 
+def raises_its_own(block):
+    """35.D: in place of an error of the block comes another, which tells of it."""
+    first, second = buffers_once(block)
+
+    class Second:
+        def __enter__(self):
+            second.__enter__()
+
+        def __exit__(self, kind, *_):
+            second.__exit__()
+            if kind is ValueError:
+                raise RuntimeError("recomputing has failed")
+
+    return first, Second()
+
+
 ALSO_WRONG = [
     ("35.A", "ready_made", lambda block, x: checkpoint(lambda: block(x), use_reentrant=False)),
     ("35.A", "wrong_mask", checkpoint_by_seed),
     ("35.A", "other_dropout", dropped_twice),
     ("35.A", "other_numbers", seeds_in_pack),
     ("35.B", "gave_up", only_divisors),
+    ("35.B", "over_budget", lambda count, layers, budget: {}),
     ("35.C", "no_tensor", _frugal_list(lambda again, index: [again[index]])),
     ("35.C", "other_shape", _frugal_list(lambda again, index: again[0])),
     ("35.D", "wrong_gradients", by_state_dict),
@@ -615,6 +589,7 @@ ALSO_WRONG = [
     ("35.D", "start_not_copied", buffers_in_a_list(torch.Tensor.numpy)),
     ("35.D", "now_not_copied", buffers_in_a_list(torch.Tensor.tolist, now=torch.Tensor.numpy)),
     ("35.D", "now_not_copied", buffers_in_a_list(torch.clone, now=torch.Tensor.detach)),
+    ("35.D", "recompute_error", raises_its_own),
 ]
 
 RIGHT = [
