@@ -14,7 +14,7 @@ from typing import Any
 
 from hooklab.course import guess_cells
 from hooklab.course import progress as desk
-from hooklab.course.guesses import agree, as_meant, no_number, shown
+from hooklab.course.guesses import agree, as_meant, close_by, no_number, shown
 from hooklab.course.items import Exercise, Prediction, find, registered
 from hooklab.course.judge import judge, untouched
 from hooklab.course.message import Message
@@ -158,6 +158,8 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     zh, en = before[0] + question.zh, before[1] + question.en
     if agree(guess, actual):
         return Message("right", f"猜对了。{zh}", f"As you said. {en}")
+    if close_by(guess, actual, question.near):
+        return Message("right", f"差不多：实际是 `{happened}`。{zh}", f"Near enough: it is `{happened}`. {en}")
     if no_number(guess, actual):
         return Message(
             "wrong",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["agree", "as_meant", "no_number", "shown"]
+__all__ = ["agree", "as_meant", "close_by", "no_number", "shown"]
 
 # Signs of a Chinese keyboard or a web page. NFKC knows the full-width ones.
 SIGNS = str.maketrans(
@@ -59,6 +59,14 @@ def agree(guess: Any, actual: Any) -> bool:
     if isinstance(guess, int) and isinstance(actual, int):
         return guess == actual
     return _close(guess, actual)
+
+
+def close_by(guess: Any, actual: Any, distance: float) -> bool:
+    """True if both are numbers, a guess perhaps in quotes, that differ by at most `distance`."""
+    guess, actual = _plain(guess), _plain(actual)
+    guess = _literal(_typed(guess).removesuffix("%")) if isinstance(guess, str) else guess
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (guess, actual))
+    return numbers and abs(guess - actual) <= distance
 
 
 def as_meant(guess: Any, actual: Any) -> Any:

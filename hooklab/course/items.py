@@ -47,12 +47,14 @@ class Prediction:
 
     Attributes:
         guesses: wrong guesses that people have, each with what is said of it before the explanation: `guess`, `zh`, `en`.
+        near: a number that differs by no more than this counts: the understanding is right.
     """
 
     id: str
     zh: str
     en: str
     guesses: Sequence[Mapping[str, Any]] = ()
+    near: float = 0
 
 
 def find(wanted: str, kind: type) -> Any:

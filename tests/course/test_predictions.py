@@ -1,10 +1,15 @@
 """A guess is compared by what it means, and answered with what happened and why."""
 
+import ast
 from dataclasses import replace
 
+import forked_kernels
+import nbformat
+import notebook_form
 import numpy as np
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from hooklab import check
 from hooklab.course.check import Prediction
@@ -121,6 +126,14 @@ def test_a_right_guess_is_right_although_it_is_named_as_a_wrong_one():
     assert check.predict(replace(GUESSED, id="99.6"), 4, actual=4).en == "As you said. The reason."
 
 
+@pytest.mark.parametrize("guess", [100, "100", "100%", 98.5])
+def test_a_near_miss_counts_where_the_understanding_is_right(guess):
+    near = Prediction("99.7", zh="解释。", en="The reason.", near=1)
+    assert check.predict(near, guess, actual=99).en == "Near enough: it is `99`. The reason."
+    assert check.predict(near, 97, actual=99).kind == "wrong"
+    assert check.predict(near, True, actual=1).kind == "wrong"
+
+
 PREDICTIONS = [
     (path.name, name, table)
     for path in sorted(FOLDER.glob("n*.toml"))
@@ -134,8 +147,37 @@ PREDICTIONS = [
 )
 def test_a_prediction_has_an_explanation_in_both_languages_and_named_guesses_have_theirs(file, name, table):
     assert name.startswith(f"{file[1:3]}.")
-    assert set(table) <= {"zh", "en", "guesses"}
-    for words in (table, *table.get("guesses", ())):
+    assert set(table) <= {"zh", "en", "guesses", "near"}
+    assert 1 <= len(table["guesses"]) <= 3
+    for words in (table, *table["guesses"]):
         assert words["zh"].strip()
         assert words["en"].strip()
-    assert all(set(guess) == {"guess", "zh", "en"} for guess in table.get("guesses", ()))
+    assert all(set(guess) == {"guess", "zh", "en"} for guess in table["guesses"])
+    assert len({guess["en"] for guess in table["guesses"]}) == len(table["guesses"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", notebook_form.paths(), ids=lambda path: path.stem)
+def test_every_named_guess_is_answered_with_its_own_sentence(path):
+    """Runs the notebook, and puts each named guess in place of the learner's."""
+    notebook = notebook_form.read(path)
+    asked = [cell for cell in notebook.cells if cell.cell_type == "code" and "check.predict(" in cell.source]
+    for cell in asked:
+        cell.source = cell.source.replace("check.predict(", "check.predict_each(")
+    setting = nbformat.v4.new_code_cell(
+        "from hooklab import check\n"
+        "def predict_each(which, guess, *, actual):\n"
+        "    named = check.find(which, check.Prediction).guesses\n"
+        "    said = [check.predict(which, one['guess'], actual=actual) for one in named]\n"
+        "    print([one.reason == 'named' and one.en.find(each['en']) > 0 for one, each in zip(said, named)])\n"
+        "check.predict_each = predict_each"
+    )
+    notebook.cells.insert(0, setting)
+    NotebookClient(
+        notebook, kernel_name=forked_kernels.NAME, timeout=120, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    for cell in asked:
+        (printed,) = [
+            output.text for output in cell.outputs if output.output_type == "stream" and output.text[0] == "["
+        ]
+        assert set(ast.literal_eval(printed)) == {True}, (cell.source, printed)

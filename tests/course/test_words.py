@@ -54,6 +54,17 @@ def test_every_refusal_has_a_wrong_answer(stem):
         assert keys <= shown, name
 
 
+@pytest.mark.parametrize("exercise", WRONG)
+def test_every_exercise_has_two_hints_in_both_languages(exercise):
+    hints = notebook_words(exercise[:2])[exercise]["hints"]
+    assert len(hints) == 2
+    for hint in hints:
+        assert set(hint) == set(LANGUAGES)
+        assert HAN.search(hint["zh"])
+        assert not HAN.search(hint["en"])
+        assert set(re.findall(r"`[^`]+`", hint["zh"])) == set(re.findall(r"`[^`]+`", hint["en"]))
+
+
 @pytest.mark.parametrize("stem", [*FILES, "shared"])
 def test_every_phrase_is_said_somewhere(stem):
     code = "".join(
