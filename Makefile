@@ -15,11 +15,10 @@ RUN := $(UV) run --quiet
 # One process per core, four at the most: each holds a kernel with PyTorch loaded.
 PYTEST := $(RUN) pytest -n auto --maxprocesses 4
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
-LAB := jupyter lab --ServerApp.root_dir=notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb
 
 .PHONY: help lab test test-long test-portable refresh lint format bench screenshots clean
 help:
-	@echo "make lab            open the course in JupyterLab"
+	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
 	@echo "make test           run the tests: the package, the notebooks, the rules, one look in a browser"
 	@echo "make test-long      run the rest, with coverage, then the notebooks with other threads and instructions"
 	@echo "make test-portable  run the notebooks in other settings: SETTINGS='default-1 native-2 as-is fresh'"
@@ -46,12 +45,9 @@ $(READY): pyproject.toml $(wildcard labextension/* labextension/*/* labextension
 	  echo "         where downloads are slow, set a mirror in UV_DEFAULT_INDEX first."; exit 1; }
 	@touch $@
 
-# Root must say --allow-root; where no browser can open, JupyterLab prints the address instead.
+# In a working copy, my-notebooks/, which an update of the course leaves alone where it has been written in.
 lab: $(READY)
-	@flags=""; [ "$$(id -u)" != 0 ] || flags="--allow-root"; \
-	if [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY$$BROWSER" ]; then \
-	  flags="$$flags --no-browser"; echo "hooklab: 这台机器没有屏幕，请打开下面 JupyterLab 打印的地址。no screen here; open the address that JupyterLab prints below."; fi; \
-	exec $(RUN) $(LAB) $$flags
+	@exec $(RUN) hooklab lab
 
 test: $(READY)
 	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST)

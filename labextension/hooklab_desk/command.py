@@ -21,19 +21,19 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="Options that follow go to JupyterLab.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    lab = commands.add_parser("lab", help="open the course in JupyterLab 在 JupyterLab 里打开课程")
+    lab = commands.add_parser("lab", help="open the course in JupyterLab")
     lab.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"your own copy of the notebooks ({FOLDER})")
     lab.add_argument("--copy-only", action="store_true", help="bring the copy up to date and open nothing")
     options, others = parser.parse_known_args(arguments)
     try:
-        done = update(ROOT / "notebooks", options.folder)
+        done = update(ROOT / "notebooks", options.folder.resolve())
     except (FileNotFoundError, PermissionError) as error:
         print(error, file=sys.stderr)
         return 1
-    _tell(done, options.folder)
+    _tell(done, options.folder.resolve())
     if options.copy_only:
         return 0
-    return subprocess.call([sys.executable, "-m", "jupyterlab", *_flags(options.folder), *others])
+    return subprocess.call([sys.executable, "-m", "jupyterlab", *_flags(options.folder.resolve()), *others])
 
 
 def _tell(done: Update, own: Path) -> None:
@@ -44,24 +44,20 @@ def _tell(done: Update, own: Path) -> None:
     if done.replaced:
         print(f"hooklab: 没写过的换成了新版 / new versions of what you had not touched: {', '.join(done.replaced)}")
     if done.kept:
-        print(
-            f"hooklab: 有新版，但你写过、所以没动 / a new version exists, yours was left alone: {', '.join(done.kept)}"
-        )
-        print(
-            "hooklab: 想换成新版，就把自己的那本改名或删掉，再运行一次。To begin one again, rename or delete yours and run this again."
-        )
+        print(f"hooklab: 有新版，你写过，所以没动 / a new version exists, yours was left: {', '.join(done.kept)}")
+        print("hooklab: 想换成新版，就把自己的那本改名或删掉，再运行一次。")
+        print("hooklab: to begin one again, rename or delete yours and run this again.")
 
 
 def _flags(folder: Path) -> list[str]:
-    flags = [str(folder / FIRST), f"--ServerApp.root_dir={folder}"]
-    flags.append(f"--ContentsManager.hide_globs={[*HIDDEN, '__pycache__', '*.part']!r}")
+    hidden = [*HIDDEN, "__pycache__", "*.part"]
+    flags = [str(folder / FIRST), f"--ServerApp.root_dir={folder}", f"--ContentsManager.hide_globs={hidden!r}"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         flags.append("--allow-root")
     if sys.platform == "linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):
         flags.append("--no-browser")
-        print(
-            "hooklab: 这台机器没有屏幕，请打开下面 JupyterLab 打印的地址。No screen here; open the address that JupyterLab prints below."
-        )
+        print("hooklab: 这台机器没有屏幕，请打开下面 JupyterLab 打印的地址。")
+        print("hooklab: no screen here; open the address that JupyterLab prints below.")
     return flags
 
 

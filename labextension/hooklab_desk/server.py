@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tornado.web
+from tornado.web import authenticated
 from jupyter_core.paths import jupyter_data_dir
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
@@ -22,7 +22,7 @@ def _kept() -> Path:
 class Progress(APIHandler):
     """GET: {"parts": …, "done": {id: step}}. DELETE: nothing is done any more."""
 
-    @tornado.web.authenticated
+    @authenticated
     def get(self) -> None:
         """The outline of the course and what is done."""
         try:
@@ -32,7 +32,7 @@ class Progress(APIHandler):
         outline = json.loads((COURSE / "outline.json").read_text(encoding="utf-8"))
         self.finish(outline | {"done": done})
 
-    @tornado.web.authenticated
+    @authenticated
     def delete(self) -> None:
         """Begin again."""
         _kept().unlink(missing_ok=True)

@@ -186,6 +186,19 @@
     });
   }
 
+  // A toolbar is one stop of the Tab key, with arrow keys inside; a button of the course is a stop of its own.
+  function reachedByTab(tracker) {
+    const OWN = '[data-command^="hooklab:"][tabindex="-1"]';
+    const stop = (toolbar) => toolbar.querySelectorAll(OWN).forEach((button) => button.setAttribute("tabindex", "0"));
+    const watch = ({ toolbar: { node } }) => {
+      const options = { attributes: true, attributeFilter: ["tabindex"], childList: true, subtree: true };
+      new MutationObserver(() => stop(node)).observe(node, options);
+      stop(node);
+    };
+    tracker.forEach(watch);
+    tracker.widgetAdded.connect((_, panel) => watch(panel));
+  }
+
   // What JupyterLab offers is asked for by token objects, which live in modules that it shares: {version: {get}}.
   let shared = {};
   async function moduleOf(name) {
@@ -214,7 +227,9 @@
           if (registry) drawAlways(registry, rendermime);
         }),
         plugin("hooklab:outputs", [apputils.ICommandPalette, notebook.INotebookTracker], (app, palette, tracker) => {
-          if (tracker) foldOutputs(app, palette, tracker, notebook, storage);
+          if (!tracker) return;
+          foldOutputs(app, palette, tracker, notebook, storage);
+          reachedByTab(tracker);
         }),
         plugin("hooklab:progress", [apputils.ICommandPalette], (app, palette) =>
           showProgress(app, palette, () => current, widgets, services, notebook, apputils)),
