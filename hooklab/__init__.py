@@ -7,9 +7,9 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         "this Python has no PyTorch, so it is not hooklab's environment. "
-        "Run `make lab` (or `uv run jupyter lab`) in hooklab's folder.\n"
+        "Run `make lab` (or `uv run hooklab lab`) in hooklab's folder.\n"
         "当前 Python 里没有 PyTorch，说明它不是 hooklab 的环境。"
-        "请在 hooklab 目录下运行 `make lab`（或 `uv run jupyter lab`）。"
+        "请在 hooklab 目录下运行 `make lab`（或 `uv run hooklab lab`）。"
     ) from None
 
 from hooklab import draw

@@ -5,10 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tornado.web import authenticated
 from jupyter_core.paths import jupyter_data_dir
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
+from tornado.web import authenticated
 
 # hooklab itself is not imported: it would load PyTorch into the server.
 COURSE = Path(find_spec("hooklab").origin).parent / "course"  # type: ignore[union-attr, arg-type]

@@ -114,10 +114,14 @@ def test_a_figure_has_its_words_as_alternative_text(untrusted, page):
 
 def test_the_palette_offers_the_languages_and_ticks_the_one_in_use(untrusted, page):
     choose(page, "both")
-    entries, before = page.locator(".lm-CommandPalette-item"), "双语 Both"
-    for label, language in {"只看中文": "zh", "English only": "en", "双语 Both": "both"}.items():
+    entries, before = page.locator(".lm-CommandPalette-item"), "中英对照 Both languages"
+    for label, language in {
+        "只看中文 Chinese only": "zh",
+        "只看英文 English only": "en",
+        "中英对照 Both languages": "both",
+    }.items():
         page.keyboard.press("ControlOrMeta+Shift+C")
-        page.locator(".lm-CommandPalette-input").fill("hooklab")
+        page.locator(".lm-CommandPalette-input").fill("hooklab 语言")
         expect(entries).to_have_count(4)
         expect(page.locator(".lm-CommandPalette-item[aria-checked=true]")).to_have_text(re.compile(f"^{before}"))
         page.locator(".lm-CommandPalette-itemLabel").get_by_text(label, exact=True).click()
@@ -144,10 +148,10 @@ def test_the_language_survives_a_reload(untrusted, page):
     expect_language(page, "en")
 
 
-def test_other_tabs_follow_and_nonsense_means_both(untrusted, page):
+def test_other_tabs_follow_and_nonsense_means_the_browsers_language(untrusted, page):
     other = page.context.new_page()
     other.goto(page.url.partition("/lab")[0] + "/api")
-    for kept, language in {"zh": "zh", "nonsense": "both"}.items():
+    for kept, language in {"zh": "zh", "nonsense": "en"}.items():
         other.evaluate("kept => localStorage.setItem('hooklab-language', kept)", kept)
         lab.wait_until(page, "it => document.documentElement.dataset.hooklabLanguage === it", language)
         expect_language(page, language)

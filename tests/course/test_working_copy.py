@@ -9,7 +9,6 @@ from pathlib import Path
 
 import notebook_form
 import pytest
-
 from hooklab_desk import command
 from hooklab_desk.working_copy import NOTES, update
 

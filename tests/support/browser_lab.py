@@ -70,10 +70,10 @@ def give_up(why: str) -> NoReturn:
 
 
 @contextmanager
-def page_on(folder: Path):
+def page_on(folder: Path, *, locale: str = "en-US", viewport: dict[str, int] = VIEWPORT):
     """A page with a JupyterLab in it that serves `folder`. Both end with the block."""
     with browser() as chromium, running_lab(folder, folder.parent / "state") as address:
-        page = chromium.new_context(viewport=VIEWPORT).new_page()
+        page = chromium.new_context(viewport=viewport, locale=locale).new_page()
         page.set_default_timeout(DEADLINE * 1000)
         expect.set_options(timeout=DEADLINE * 1000)
         open_lab(page, address)
