@@ -66,7 +66,7 @@ def close_by(guess: Any, actual: Any, distance: float) -> bool:
     guess, actual = _plain(guess), _plain(actual)
     guess = _literal(_typed(guess).removesuffix("%")) if isinstance(guess, str) else guess
     numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (guess, actual))
-    return numbers and abs(guess - actual) <= distance
+    return distance > 0 and numbers and abs(guess - actual) <= distance
 
 
 def as_meant(guess: Any, actual: Any) -> Any:
