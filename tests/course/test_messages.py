@@ -70,4 +70,4 @@ def test_a_bare_assertion_is_named_in_an_exercise_of_the_course():
 
         return lambda tensor: (tensor.detach(), tensor._version, pack(tensor)), unpack_checked
 
-    assert check.exercise("32.B", checked).en.endswith("raised was `AssertionError`.")
+    assert check.exercise("32.B", checked).en.endswith("it raised `AssertionError`.")
