@@ -38,7 +38,7 @@ def test_both_languages_have_the_same_keys_and_the_same_facts(stem):
     found = list(entries(tables(stem)))
     assert found
     for key, words in found:
-        assert set(words) == set(LANGUAGES), key
+        assert set(words) - {"guesses", "near"} == set(LANGUAGES), key
         assert facts(words["zh"]) == facts(words["en"]), key
         assert HAN.search(words["zh"]) or words["zh"].strip() == words["en"].strip(), key
         assert not HAN.search(words["en"]), key
