@@ -169,7 +169,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
         )
     # With the braces it can be seen why a set is no list.
     guessed = shown(guess, braces=not isinstance(actual, set | frozenset))
-    named = next((named for named in question.guesses if agree(as_meant(guess, named["guess"]), named["guess"])), None)
+    named = _named(question, guess, actual)
     answered_zh, answered_en = ("", "") if named is None else (named["zh"], f"{named['en']} ")
     return Message(
         "wrong",
@@ -177,6 +177,17 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
         f"You said `{guessed}`; it is `{happened}`. {answered_en}{en}",
         "other" if named is None else "named",
     )
+
+
+def _named(question: Prediction, guess: Any, actual: Any) -> Any:
+    """Which of the question's wrong guesses this one is. TOML has no sets, so a set stands there as a list."""
+    for named in question.guesses:
+        wrong = named["guess"]
+        if isinstance(wrong, list) and isinstance(actual, set | frozenset):
+            wrong = set(wrong)
+        if agree(as_meant(guess, wrong), wrong):
+            return named
+    return None
 
 
 def _another_value(first: str) -> tuple[str, str]:

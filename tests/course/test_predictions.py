@@ -122,6 +122,14 @@ def test_any_other_wrong_guess_gets_the_explanation_alone():
     assert check.predict(GUESSED, [1, 2], actual=[3.0, 6.0]).reason == "named"
 
 
+@pytest.mark.parametrize("guess", [{"b", "a"}, ["b", "a"], "b, a"])
+def test_a_named_guess_stands_for_a_set_where_names_were_asked_for(guess):
+    words = [{"guess": ["a", "b"], "zh": "少了一个。", "en": "One is missing."}]
+    names = Prediction("99.8", zh="解释。", en="The reason.", guesses=words)
+    assert check.predict(names, guess, actual={"a", "b", "c"}).reason == "named"
+    assert check.predict(names, {"a"}, actual={"a", "b", "c"}).reason == "other"
+
+
 def test_a_right_guess_is_right_although_it_is_named_as_a_wrong_one():
     assert check.predict(replace(GUESSED, id="99.6"), 4, actual=4).en == "As you said. The reason."
 
