@@ -182,7 +182,11 @@ def test_every_named_guess_is_answered_with_its_own_sentence(path):
     )
     notebook.cells.insert(0, setting)
     NotebookClient(
-        notebook, kernel_name=forked_kernels.NAME, timeout=120, resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        kernel_name=forked_kernels.NAME,
+        startup_timeout=300,
+        timeout=120,
+        resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     for cell in asked:
         (printed,) = [
