@@ -235,7 +235,8 @@ def feature_maps(tensor: Tensor) -> Picture:
         )
     maps = plots.shown_maps(tensor)
     facts = plots.feature_maps_facts(maps, tensor.shape[-3] if tensor.dim() > 2 else 1)
-    alt = f"{len(maps)} maps of {maps.shape[1]} x {maps.shape[2]}, each from dark at its minimum to bright at its maximum."
+    shown = f"{len(maps)} of {maps.shape[1]} x {maps.shape[2]}"
+    alt = f"A mosaic of feature maps ({shown}), each from dark at its minimum to bright at its maximum."
     return _drawn(facts, alt, plots.feature_maps, maps)
 
 
