@@ -122,7 +122,7 @@ def _phases(axes: Any, events: list[Event], rows: int) -> None:
         last = position + 1 == len(events)
         if last or events[position + 1].phase != event.phase:
             band = ([(start - 0.5, position + 1 - start)], (-0.6, rows + 0.2))  # the name stands above it
-            axes.broken_barh(*band, color=PHASE_COLOURS[event.phase], alpha=0.12, lw=0, zorder=0)
+            axes.broken_barh(*band, color=PHASE_COLOURS[event.phase], alpha=0.1, lw=0, zorder=0)
             middle, half = (start + position) / 2, 0.006 * len(events) * len(event.phase)
             # A name that would not fit is left to the colour.
             if position + 1 - start > 0.04 * len(events) and middle - half > written:
@@ -146,7 +146,7 @@ def _spans(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> 
                 [start, position],
                 [rows[_row(event, depth)]] * 2,
                 color=colour,
-                alpha=0.25,
+                alpha=0.2,
                 lw=7,
                 solid_capstyle="butt",
             )
