@@ -172,5 +172,7 @@ def _normal_output(output: NotebookNode, count: int) -> NotebookNode:
     if output.output_type == "execute_result":
         output.execution_count = count
     if "metadata" in output:
-        output.metadata = {}
+        # The sentence of a picture stays.
+        alts = {mime: {"alt": output.metadata[mime]["alt"]} for mime in output.metadata if mime.startswith("image/")}
+        output.metadata = nbformat.from_dict(alts)
     return output

@@ -11,6 +11,7 @@ from hooklab._support.notebook_cell import running_shell
 from hooklab.course import guess_cells
 from hooklab.course.environment import old_torch
 from hooklab.course.errors import show_own_lines
+from hooklab.draw.colours import FIGURES
 
 __all__ = ["start"]
 
@@ -55,7 +56,7 @@ def _one_line(
 def _set_figures(shell: Any) -> None:
     # They are read when the first figure is drawn; matplotlib is not imported here.
     shell.config.InlineBackend.figure_formats = {"png"}
-    shell.config.InlineBackend.rc = {
+    shell.config.InlineBackend.rc = FIGURES | {
         "figure.figsize": (7, 3.2),
         "figure.dpi": 110,
         "figure.constrained_layout.use": True,
@@ -70,13 +71,16 @@ def _describe_figures() -> None:
 
 
 def _in_words(figure: Any, printer: Any, cycle: bool) -> None:
-    """What is written in a figure, in place of <Figure size …>: the labextension makes it the alternative text."""
-    words = [figure.get_suptitle()]
-    for axes in figure.axes:
-        legend = axes.get_legend()
-        words += [axes.get_title(side) for side in ("left", "center", "right")]
-        labels = {"x": axes.get_xlabel(), "y": axes.get_ylabel()}
-        words += [f"{name}: {label}" for name, label in labels.items() if label]
-        words += [text.get_text() for text in (*axes.texts, *(legend.get_texts() if legend else ()))]
-    words = [" ".join(text.split()) for text in words if text.strip()]
-    printer.text(f"Figure: {'; '.join(words)}" if words else repr(figure))
+    """A figure in one sentence, in place of <Figure size …>: the labextension makes it the alternative text."""
+    parts = [figure.get_suptitle(), *map(_axes_in_words, figure.axes)]
+    words = [" ".join(part.split()) for part in parts if part.strip()]
+    printer.text(f"Figure: {'; '.join(words)}." if words else repr(figure))
+
+
+def _axes_in_words(axes: Any) -> str:
+    """Such as "loss over w: before, after": what is written at the axes, then what stands between them."""
+    legend = axes.get_legend()
+    inside = [text.get_text() for text in (*axes.texts, *(legend.get_texts() if legend else ()))]
+    over = " over ".join(filter(None, [axes.get_ylabel(), axes.get_xlabel()]))
+    around = "; ".join(filter(None, [*(axes.get_title(side) for side in ("left", "center", "right")), over]))
+    return ": ".join(filter(None, [around, ", ".join(inside)]))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hooklab.draw import plots, timelines
-from hooklab.draw.graphs import checked, dot_source, edges, leaves_first
+from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, sentence
 from hooklab.draw.graphviz import NotDrawn, svg_from_dot
 from hooklab.layers.streaming import Statistics
 from hooklab.saved.record import SavedTensors
@@ -26,21 +26,26 @@ class Picture:
 
     Attributes:
         facts: what the picture shows, as text that is the same in every run.
-        svg: the picture, or None when it could not be drawn.
+        svg: the picture, without a ground of its own, or None when it could not be drawn.
         reason: why it could not be drawn, and what to do; empty when it was.
+        alt: the picture in one sentence, for those who cannot see it.
     """
 
     facts: str
     svg: str | None = None
     reason: str = ""
+    alt: str = ""
 
     def __str__(self) -> str:
         return f"{self.facts}\n({self.reason})" if self.reason else self.facts
 
     __repr__ = __str__
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return {"text/plain": str(self)} | ({"image/svg+xml": self.svg} if self.svg else {})
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> tuple[dict, dict]:
+        text = {"text/plain": str(self)}
+        if not self.svg:
+            return text, {}
+        return text | {"image/svg+xml": self.svg}, {"image/svg+xml": {"alt": self.alt}}
 
 
 def graph(
@@ -88,7 +93,7 @@ def graph(
             raise NotDrawn(
                 f"{len(nodes):,} Nodes, more than the {MAX_NODES:,} that a picture can show; draw a smaller part"
             )
-        return Picture(facts, svg=svg_from_dot(dot_source(t, names, saved, nodes)))
+        return Picture(facts, svg=svg_from_dot(dot_source(t, names, saved, nodes)), alt=sentence(t, nodes, names))
     except NotDrawn as error:
         return Picture(facts, reason=f"not drawn: {error}")
 
@@ -124,7 +129,8 @@ def timeline(trace: Trace) -> Picture:
     if not events:
         raise ValueError("timeline: nothing has fired yet; run a forward or a backward inside the block of the trace")
     facts = timelines.facts(events, trace.lines())
-    return _drawn_events(facts, timelines.svg, events, len(events), "trace a part")
+    alt = timelines.sentence(events)
+    return _drawn_events(facts, alt, timelines.svg, events, len(events), "trace a part")
 
 
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
@@ -158,11 +164,12 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
         )
     # Also those that no gradient has reached.
     counted = {name or repr(name): layer for name, layer in getattr(stats, "asked", counted).items()}
-    return _drawn(plots.gradient_flow_facts(counted), plots.gradient_flow, counted)
+    alt = f"How large the gradient is in {len(counted)} layers, from {next(iter(counted))!r} to {next(reversed(counted))!r}."
+    return _drawn(plots.gradient_flow_facts(counted), alt, plots.gradient_flow, counted)
 
 
 def activations(stats: Mapping[str, Statistics]) -> Picture:
-    """How the values in each layer are spread, call by call: a heat map per layer, darker where there are more.
+    """How the values in each layer are spread, call by call: a heat map per layer, with more colour where there are more.
 
     Args:
         stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
@@ -188,7 +195,8 @@ def activations(stats: Mapping[str, Statistics]) -> Picture:
         raise ValueError(
             "activations: these statistics have no histogram; collect them with layer_statistics(model, ..., bins=40)"
         )
-    return _drawn(plots.activations_facts(counted), plots.activations, counted)
+    alt = f"How the values in {len(counted)} layers are spread, call by call: a heat map for each."
+    return _drawn(plots.activations_facts(counted), alt, plots.activations, counted)
 
 
 def feature_maps(tensor: Tensor) -> Picture:
@@ -227,7 +235,9 @@ def feature_maps(tensor: Tensor) -> Picture:
         )
     maps = plots.shown_maps(tensor)
     facts = plots.feature_maps_facts(maps, tensor.shape[-3] if tensor.dim() > 2 else 1)
-    return _drawn(facts, plots.feature_maps, maps)
+    shown = f"{len(maps)} of {maps.shape[1]} x {maps.shape[2]}"
+    alt = f"A mosaic of feature maps ({shown}), each from dark at its minimum to bright at its maximum."
+    return _drawn(facts, alt, plots.feature_maps, maps)
 
 
 def memory(saved: SavedTensors) -> Picture:
@@ -270,19 +280,20 @@ def memory(saved: SavedTensors) -> Picture:
     )
     if saved.misses_recomputation:
         facts += "\nnot counted: what a checkpoint recomputes outside the model's layers"
-    return _drawn_events(facts, plots.memory, saved, len(saved.held), "record fewer steps")
+    alt = f"What autograd holds for backward, over {len(saved.held):,} events: at most {max(saved.held):,} bytes."
+    return _drawn_events(facts, alt, plots.memory, saved, len(saved.held), "record fewer steps")
 
 
-def _drawn_events(facts: str, svg: Callable[[Any], str], what: Any, count: int, advice: str) -> Picture:
+def _drawn_events(facts: str, alt: str, svg: Callable[[Any], str], what: Any, count: int, advice: str) -> Picture:
     if count > MAX_EVENTS:
         why = f"{count:,} events, more than the {MAX_EVENTS:,} that a picture can show"
         return Picture(facts, reason=f"not drawn: {why}; {advice}")
-    return _drawn(facts, svg, what)
+    return _drawn(facts, alt, svg, what)
 
 
-def _drawn(facts: str, svg: Callable[[Any], str], what: Any) -> Picture:
+def _drawn(facts: str, alt: str, svg: Callable[[Any], str], what: Any) -> Picture:
     try:
-        return Picture(facts, svg=svg(what))
+        return Picture(facts, svg=svg(what), alt=alt)
     except ImportError as error:
         return Picture(facts, reason=f"not drawn: {error}; run `uv sync` or `pip install matplotlib`")
 

@@ -13,10 +13,13 @@ from torch.autograd.graph import Node
 
 from hooklab._support.nested import first_shape, tensors_in
 from hooklab._support.nodes import node_name
+from hooklab.draw.colours import GREY
 from hooklab.draw.graphviz import NotDrawn
 from hooklab.draw.svg import LOCK
 
-__all__ = ["checked", "dot_source", "edges", "leaves_first"]
+__all__ = ["checked", "dot_source", "edges", "leaves_first", "sentence"]
+
+MAX_NAMES = 4  # in one sentence
 
 
 def checked(t: Tensor, params: Mapping | Iterable | None) -> dict[str, Tensor]:
@@ -90,6 +93,14 @@ def edges(t: Tensor, nodes: list[Any], names: dict[int, str], saved: bool) -> It
     yield f"{label[nodes[-1]]} -> {names.get(id(t), 'result')} {_shape(t)}"
 
 
+def sentence(t: Tensor, nodes: list[Any], names: dict[str, Tensor]) -> str:
+    """From where to where the graph leads: by their names where there are few."""
+    known = {id(tensor): name for name, tensor in names.items()}
+    leaves = [known.get(id(node.variable), "a leaf") for node in nodes if hasattr(type(node), "variable")]
+    start = ", ".join(leaves) if len(leaves) <= MAX_NAMES else f"{len(leaves):,} leaves"
+    return f"The autograd graph from {start} to {known.get(id(t), 'the result')}: {len(nodes):,} Nodes."
+
+
 def _saved_by(node: Any) -> Iterator[str]:
     fields = [name for name in dir(node) if name.startswith("_saved_")]
     if hasattr(type(node), "saved_tensors"):  # a torch.autograd.Function written in Python
@@ -125,6 +136,9 @@ def dot_source(t: Tensor, names: dict[str, Tensor], saved: bool, nodes: list[Any
         leaves = {id(node.variable) for node in nodes if hasattr(type(node), "variable")}
         _add_saved(dot, {node: _read(node, "saved_tensors") for node in functions}, names, leaves)
     ids: dict[str, str] = {}
+    dot.graph_attr["bgcolor"] = "transparent"
+    dot.node_attr.update(color=GREY, fillcolor="lightgrey")  # what is written in a box is black
+    dot.edge_attr["color"] = GREY
     dot.body[:] = [_readable(statement, ids) for statement in _without_base(dot.body, names)]
     return dot.source
 

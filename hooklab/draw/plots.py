@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hooklab.draw.colours import BLUE, GREY, ORANGE, RED
 from hooklab.draw.svg import new_figure, shortened
 from hooklab.layers.streaming import Statistics, short
 from hooklab.saved.record import SavedTensors
@@ -24,7 +25,6 @@ __all__ = [
     "shown_maps",
 ]
 
-BLUE, ORANGE, RED = "#3b6fb6", "#c2590a", "#b3261e"
 MAX_LABELS = 60  # layer names that can be read under each other
 COLUMNS = 3  # of heat maps
 MAX_HEAT_MAPS = 60
@@ -84,7 +84,7 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(LogFormatter())  # 1e-05: the usual one writes formulas
         axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
-        axes.grid(axis="x", color="#e6e6e6")
+        axes.grid(axis="x", color=GREY, alpha=0.25)
         axes.set_xlim(left=floor * 0.8)
         labels = [shortened(name, MAX_NAME) for name in names[::step]]
         axes.set_yticks(range(0, len(names), step), labels, family="monospace")
@@ -135,7 +135,7 @@ def activations_facts(stats: dict[str, Statistics]) -> str:
 
 
 def activations(stats: dict[str, Statistics]) -> str:
-    """A heat map for each layer: calls go right, values up; the darker, the more entries (by the square root)."""
+    """A heat map for each layer: calls go right, values up; the stronger the colour, the more entries (by the square root)."""
     names = list(stats)[:MAX_HEAT_MAPS]
     columns = min(COLUMNS, len(names))
     lines = math.ceil(len(names) / columns)
@@ -158,8 +158,11 @@ def _heat_map(axes: Any, name: str, layer: Any) -> None:
     size = [min(number, most) for number, most in zip(history.shape[1:], MAX_CELLS, strict=True)]
     # The average of neighbours leaves out no call and no bin.
     shade = F.adaptive_avg_pool2d(history, (size[0], size[1]))[0].sqrt().T.tolist()
+    from matplotlib.colors import LinearSegmentedColormap
+
+    blues = LinearSegmentedColormap.from_list("from nothing to blue", [(BLUE, 0), BLUE])
     axes.imshow(
-        shade, aspect="auto", origin="lower", cmap="Blues", interpolation="none", vmin=0,
+        shade, aspect="auto", origin="lower", cmap=blues, interpolation="none", vmin=0,
         extent=(0.5, layer.calls + 0.5, low, high),
     )  # fmt: skip
     axes.set_title(shortened(name, MAX_TITLE), fontsize=8, family="monospace")
@@ -240,10 +243,10 @@ def memory(saved: SavedTensors) -> str:
         axes = figure.subplots()
         bands = list(_bands(_parts([module for module, _ in saved.events])))
         shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]
-        axes.broken_barh(shades, (0, top), color="#eef2f7", lw=0)
+        axes.broken_barh(shades, (0, top * 0.91), color=GREY, alpha=0.12, lw=0)
         for begin, end, part, _ in bands:
             if end - begin > len(held) * 0.009 * (len(part[-1]) + 1):
-                axes.text((begin + end) / 2, top * 0.93, part[-1], ha="center", fontsize=7, color="#555555")
+                axes.text((begin + end) / 2, top * 0.93, part[-1], ha="center", fontsize=7)
         axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)
         axes.stairs(held[1:], range(len(held)), color=BLUE, lw=1.2, baseline=None)
         first = next((i for i, (_, event) in enumerate(saved.events) if event == "let go"), None)

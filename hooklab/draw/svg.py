@@ -1,4 +1,4 @@
-"""How every picture of matplotlib is drawn here: the same bytes each time, names as they are."""
+"""How every picture of matplotlib is drawn here: the same bytes each time, no ground, names as they are."""
 
 import io
 import threading
@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from hooklab.draw.colours import FIGURES
 
 __all__ = ["LOCK", "new_figure", "shortened", "width_of"]
 
@@ -27,7 +29,7 @@ def new_figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
     settings = {"svg.hashsalt": "hooklab", "svg.fonttype": "none", "text.parse_math": False, "font.size": 8}
     with LOCK, matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(settings)
+        matplotlib.rcParams.update(settings | FIGURES)
         warnings.filterwarnings("ignore", "Glyph")
         figure = Figure(figsize=(width, height), layout="constrained")
         done: list[str] = []

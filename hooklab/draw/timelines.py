@@ -6,22 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 from hooklab._support.events import Event
+from hooklab.draw.colours import BLUE, GREEN, GREY, ORANGE, RED
 from hooklab.draw.svg import new_figure, shortened, width_of
 
-__all__ = ["facts", "svg"]
+__all__ = ["facts", "sentence", "svg"]
 
 MAX_ROWS = 30  # more cannot be read: deeper modules then share the row of the module around them
 MAX_NAME = 56  # characters beside a row
 MAX_LINES = 120  # more events are counted instead of listed
 OUTSIDE = "outside the model"
 
-PHASE_COLOURS = {"forward": "#e8eef8", "backward": "#fdf0e2", "recompute": "#e9f5e6", "step": "#ededed"}
-BLUE, ORANGE, GREEN, GREY = "#3b6fb6", "#c2590a", "#2f7d32", "#616161"
+PHASE_COLOURS = {"forward": BLUE, "backward": ORANGE, "recompute": GREEN, "step": GREY}
 # Hollow before, filled after. The colours are those of the map in notebook 00.
 STYLES = {
     "forward pre-hook": (">", BLUE, False),
     "forward hook": (">", BLUE, True),
-    "forward raised": ("X", "#b3261e", True),
+    "forward raised": ("X", RED, True),
     "pack": ("v", GREEN, False),
     "unpack": ("^", GREEN, True),
     "Node pre-hook": ("<", ORANGE, False),
@@ -43,6 +43,12 @@ def facts(events: list[Event], lines: list[str]) -> str:
         return "\n".join(lines)
     counts = Counter((event.phase, event.kind) for event in events)
     return "\n".join(f"{phase:9} {kind:25} {count:5}" for (phase, kind), count in counts.items())
+
+
+def sentence(events: list[Event]) -> str:
+    """How many events each phase has."""
+    counts = Counter(event.phase for event in events)
+    return f"What fired when: {', '.join(f'{count:,} in {phase}' for phase, count in counts.items())}."
 
 
 def svg(events: list[Event]) -> str:
@@ -115,11 +121,12 @@ def _phases(axes: Any, events: list[Event], rows: int) -> None:
     for position, event in enumerate(events):
         last = position + 1 == len(events)
         if last or events[position + 1].phase != event.phase:
-            axes.axvspan(start - 0.5, position + 0.5, color=PHASE_COLOURS[event.phase], lw=0, zorder=0)
+            band = ([(start - 0.5, position + 1 - start)], (-0.6, rows + 0.2))  # the name stands above it
+            axes.broken_barh(*band, color=PHASE_COLOURS[event.phase], alpha=0.1, lw=0, zorder=0)
             middle, half = (start + position) / 2, 0.006 * len(events) * len(event.phase)
             # A name that would not fit is left to the colour.
             if position + 1 - start > 0.04 * len(events) and middle - half > written:
-                axes.text(middle, -0.95, event.phase, ha="center", va="center", color="#444")
+                axes.text(middle, -0.95, event.phase, ha="center", va="center")
                 written = middle + half
             start = position + 1
 
@@ -139,7 +146,7 @@ def _spans(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> 
                 [start, position],
                 [rows[_row(event, depth)]] * 2,
                 color=colour,
-                alpha=0.25,
+                alpha=0.2,
                 lw=7,
                 solid_capstyle="butt",
             )
@@ -150,7 +157,7 @@ def _marks(axes: Any, events: list[Event], rows: dict[str, int], depth: int) -> 
         at = [(position, rows[_row(event, depth)]) for position, event in enumerate(events) if event.kind == kind]
         if at:
             size = 5 if len(events) < 150 else 3
-            face = colour if filled else "white"
+            face = colour if filled else "none"
             axes.plot(*zip(*at, strict=True), marker, ms=size, color=colour, mfc=face, mew=0.9, label=kind, zorder=3)
 
 

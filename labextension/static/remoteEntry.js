@@ -114,13 +114,15 @@
   }
 
   // JupyterLab shows an SVG only once its cell has run here, and says nothing of it to a screen reader. Here it is
-  // an <img>, as there, in which no script runs. The alt text of every picture is the text beside it in the output.
+  // an <img>, as there, in which no script runs. The alt text of every picture is the sentence that came with it, or else
+  // the first line of the text beside it in the output. A figure without a ground is given none: its lines need none.
   function drawAlways(registry, { svgRendererFactory, RenderedSVG, imageRendererFactory, RenderedImage }) {
     const described = (Renderer) =>
       class extends Renderer {
         async render({ data, metadata }) {
-          await super.render({ data, metadata, trusted: true });
-          this.node.querySelector("img")?.setAttribute("alt", data["text/plain"] ?? "");
+          await super.render({ data, metadata: { ...metadata, needs_background: undefined }, trusted: true });
+          const sentence = metadata[this.mimeType]?.alt ?? String(data["text/plain"] ?? "").split("\n", 1)[0];
+          this.node.querySelector("img")?.setAttribute("alt", sentence);
         }
       };
     const [Drawing, Photo] = [RenderedSVG, RenderedImage].map(described);

@@ -75,9 +75,10 @@ def untrusted(folder, page):
     """A notebook that nobody has run on this server, with prose, with messages of checks and with a picture."""
     content = read(NOTEBOOKS[0])
     data = [{"text/html": MESSAGE.format(kind)} for kind in ("right", "wrong", "todo", "note")]
-    data.append({"image/svg+xml": SVG, "text/plain": "x (3) -> AccumulateGrad"})
-    data.append({"image/png": PNG, "text/plain": "Figure: x: time"})
-    outputs = [{"output_type": "display_data", "metadata": {}, "data": each} for each in data]
+    data.append({"image/svg+xml": SVG, "text/plain": "   1 forward\n   2 backward"})
+    data.append({"image/png": PNG, "text/plain": "Figure: time.\nAnd more."})
+    about = {"image/svg+xml": {"alt": "What fired when: 1 in forward, 1 in backward."}, "needs_background": "light"}
+    outputs = [{"output_type": "display_data", "metadata": about, "data": each} for each in data]
     cell = {"cell_type": "code", "id": "messages", "metadata": {}, "source": "", "execution_count": 1}
     content["cells"].append(cell | {"outputs": outputs})
     (folder / "untrusted.ipynb").write_text(json.dumps(content), encoding="utf-8")
@@ -102,13 +103,14 @@ def test_the_toolbar_button_switches_prose_and_messages(untrusted, page):
 
 def test_a_picture_is_drawn_before_anyone_has_run_it(untrusted, page):
     image = page.locator(f"{lab.FRONT} .jp-RenderedSVG img")
-    expect(image).to_have_attribute("alt", "x (3) -> AccumulateGrad")
+    expect(image).to_have_attribute("alt", "What fired when: 1 in forward, 1 in backward.")
     assert image.evaluate("async it => { await it.decode(); return it.naturalWidth; }") == 70
 
 
-def test_a_figure_has_its_words_as_alternative_text(untrusted, page):
+def test_a_figure_has_its_words_as_alternative_text_and_no_ground(untrusted, page):
     image = page.locator(f"{lab.FRONT} .jp-RenderedImage img")
-    expect(image).to_have_attribute("alt", "Figure: x: time")
+    expect(image).to_have_attribute("alt", "Figure: time.")
+    assert not image.get_attribute("class")
     assert image.evaluate("async it => { await it.decode(); return it.naturalWidth; }") == 1
 
 

@@ -1,5 +1,6 @@
 """The set-up cell and the environment check."""
 
+import base64
 import importlib.util
 import linecache
 import os
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import forked_kernels
 import nbformat
+import picture_rules
 import pytest
 import torch
 from IPython.core.inputtransformer2 import TransformerManager
@@ -380,7 +382,7 @@ def test_the_advice_stands_below_the_error_in_both_languages(tmp_path):
 # ---- pictures ----
 
 
-def test_a_figure_says_in_words_what_is_written_in_it():
+def test_a_figure_is_a_sentence_and_reads_on_white_and_on_black():
     set_up = "from hooklab import lesson\nlesson.start()\nlesson.start()\nimport matplotlib.pyplot as plt"
     drawn = "plt.plot([1], label='one\\nline')\nplt.title('T')\nplt.xlabel('time')\nplt.text(0, 0, 'here')\n_ = plt.legend()"
     cells = [
@@ -394,12 +396,14 @@ def test_a_figure_says_in_words_what_is_written_in_it():
     ]
     notebook = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(notebook, kernel_name=forked_kernels.NAME, timeout=60).execute()
-    texts = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells[1:]]
-    assert texts == [
-        "Figure: T; x: time; here; one line",
+    data = [cell.outputs[-1].data for cell in notebook.cells[1:]]
+    assert [shown["text/plain"] for shown in data] == [
+        "Figure: T; time: here, one line.",
         "<Figure size 770x352 with 1 Axes>",
-        "Figure: y: B",
+        "Figure: B.",
     ]
+    for shown in data:
+        assert list(picture_rules.png_problems(base64.b64decode(shown["image/png"]))) == []
 
 
 # ---- pretrained weights ----

@@ -40,6 +40,12 @@ def stream(notebook, wanted):
     return next(output for output in cell(notebook, wanted).outputs if output.output_type == "stream")
 
 
+def paint(notebook, wanted, old, new):
+    data = cell(notebook, wanted).outputs[0].data
+    assert old in data["image/svg+xml"], f"the picture has changed: no {old!r} in {wanted}; choose another damage"
+    data["image/svg+xml"] = data["image/svg+xml"].replace(old, new)
+
+
 def strip_a_cell(notebook):
     cell(notebook, "retain-run").update(execution_count=None, outputs=[])
 
@@ -106,6 +112,24 @@ RULE_DAMAGES = {
     "a picture without its facts": (
         lambda notebook: cell(notebook, "graph-facts").metadata.pop("tags"),
         notebook_rules.pictures_have_facts,
+    ),
+    "a picture on a white ground": (
+        lambda notebook: paint(
+            notebook, "graph-draw", '<g id="graph0"', '<rect width="329" height="256" fill="#fff"/><g'
+        ),
+        notebook_rules.pictures_read_on_white_and_on_black,
+    ),
+    "letters that are lost on a dark page": (
+        lambda notebook: paint(notebook, "graph-draw", "lightblue", "none"),
+        notebook_rules.pictures_read_on_white_and_on_black,
+    ),
+    "a line that is lost on a white page": (
+        lambda notebook: paint(notebook, "graph-draw", "#767676", "#cccccc"),
+        notebook_rules.pictures_read_on_white_and_on_black,
+    ),
+    "a picture without its sentence": (
+        lambda notebook: cell(notebook, "graph-draw").outputs[0].update(metadata={}),
+        notebook_rules.pictures_in_a_sentence,
     ),
     "a formula that was not set in a picture": (
         lambda notebook: (

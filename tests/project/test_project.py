@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import notebook_form
+import picture_rules
 import pytest
 import sources_table
 import yaml
@@ -168,6 +169,11 @@ def test_the_map_of_hooks_is_what_the_notebook_observed():
         f"{number:>2} {name}" for name, number in sorted(dots, key=lambda dot: int(dot[1]))
     ]
     assert sorted(labels) == sorted(name for name, _ in dots)
+
+
+def test_the_map_of_hooks_reads_on_white_and_on_black():
+    svg = (notebook_form.NOTEBOOKS / "images/hook_map.svg").read_text(encoding="utf-8")
+    assert list(picture_rules.svg_problems(svg)) == []
 
 
 def test_the_map_links_to_every_notebook_there_is():

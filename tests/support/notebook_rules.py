@@ -4,6 +4,7 @@
 shows which rule catches what.
 """
 
+import base64
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import nbformat
 import notebook_form
+import picture_rules
 import prose_rules
 import sources_table
 from notebook_form import Cell
@@ -125,6 +127,25 @@ def pictures_have_facts(notebook: Notebook) -> Iterator[str]:
         for cell in section:
             if not cell.is_code and "![" in cell.source and not any(map(_states_facts, section)):
                 yield f"{cell.id}: a picture without a cell tagged facts in its section"
+
+
+def pictures_read_on_white_and_on_black(notebook: Notebook) -> Iterator[str]:
+    for cell in notebook.code:
+        for data in [output.get("data", {}) for output in cell.outputs]:
+            problems = [*picture_rules.svg_problems(data["image/svg+xml"])] if "image/svg+xml" in data else []
+            if "image/png" in data:
+                problems += picture_rules.png_problems(base64.b64decode(data["image/png"]))
+            yield from (f"{cell.id}: the picture has {problem}" for problem in dict.fromkeys(problems))
+
+
+def pictures_in_a_sentence(notebook: Notebook) -> Iterator[str]:
+    """The alternative text: a sentence that came with the picture, or the text of a figure."""
+    for cell in notebook.code:
+        for output in cell.outputs:
+            for mime in [mime for mime in output.get("data", {}) if mime.startswith("image/")]:
+                alt = output.metadata.get(mime, {}).get("alt") or output.data["text/plain"]
+                if not re.fullmatch(r"\w(?!.*\. [A-Z]).*\.", alt):
+                    yield f"{cell.id}: the alternative text is no sentence, {alt[:60]!r}"
 
 
 def formulas(notebook: Notebook) -> Iterator[str]:
@@ -261,7 +282,8 @@ def _sections(cells: list[Cell]) -> list[list[Cell]]:
 
 RULES: list[Rule] = [
     normal_form, execution_counts, expected_errors, sources_covered, code_length, machine_traces, decimals,
-    pictures_have_facts, formulas, links, tags, opening, parts, practice, guesses_come_first, neighbours, slides,
+    pictures_have_facts, pictures_read_on_white_and_on_black, pictures_in_a_sentence,
+    formulas, links, tags, opening, parts, practice, guesses_come_first, neighbours, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
     prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
     prose_rules.names_of_the_package, prose_rules.folds, prose_rules.glossary,

@@ -136,7 +136,7 @@ def test_a_graph_of_5000_nodes_is_drawn_and_one_more_says_why_not():
 def test_without_graphviz_the_facts_are_shown_with_what_to_install(monkeypatch):
     monkeypatch.setattr(graphviz, "available", list)
     picture = draw.graph(chain(1))
-    assert picture._repr_mimebundle_() == {"text/plain": str(picture)}
+    assert picture._repr_mimebundle_() == ({"text/plain": str(picture)}, {})
     assert "pip install pygraphviz" in str(picture)
     assert picture.facts in str(picture)
 
@@ -179,10 +179,11 @@ def test_only_large_graphs_are_laid_out_in_a_hurry(monkeypatch, nodes, hurried):
     assert hurried in graphviz.svg_from_dot("digraph {" + "a -> b\n" * nodes + "}")
 
 
-def test_a_picture_is_an_svg_with_its_facts_beside_it():
-    bundle = draw.graph(chain(1))._repr_mimebundle_()
+def test_a_picture_is_an_svg_with_its_facts_beside_it_and_a_sentence():
+    bundle, metadata = draw.graph(chain(1))._repr_mimebundle_()
     assert bundle["image/svg+xml"].startswith("<svg")
     assert bundle["text/plain"].startswith("leaf (2) -> AccumulateGrad")
+    assert metadata == {"image/svg+xml": {"alt": "The autograd graph from a leaf to the result: 2 Nodes."}}
 
 
 @pytest.mark.parametrize(
