@@ -120,6 +120,14 @@ def hint(which: str | Exercise) -> Message:
 _first: dict[str, str] = {}
 
 
+_OLD_GUESS = Message(
+    "todo",
+    "`guess` 还是之前的：写着 `guess = …` 的那一格没有运行，或者报错了。改好、运行那一格，再运行这一格。",
+    "`guess` is an older one: the cell with `guess = …` above has not run, or has failed. Mend and run that cell, "
+    "then this one.",
+)
+
+
 def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     """Compare a `guess` made before a run with what `actual`ly happened, and explain.
 
@@ -145,12 +153,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
             "Not attempted yet. Replace `None` in `guess = None` with what you expect, then run on.",
         )
     if not guess_cells.belongs(guess, question.id):
-        return Message(
-            "todo",
-            "`guess` 还是之前的：写着 `guess = …` 的那一格没有运行，或者报错了。改好、运行那一格，再运行这一格。",
-            "`guess` is an older one: the cell with `guess = …` above has not run, or has failed. Mend and run that cell, "
-            "then this one.",
-        )
+        return _OLD_GUESS
     guess_cells.judged(question.id)
     desk.note(question.id, "done")
     guess = as_meant(guess, actual)

@@ -266,6 +266,7 @@ def test_what_is_printed_is_in_the_language_that_is_chosen(untrusted, page, lang
         code: [...page.querySelectorAll('.jp-InputArea-editor pre')].map(it => getComputedStyle(it).whiteSpace),
         output: [...page.querySelectorAll('.jp-RenderedText > pre')].map(it => getComputedStyle(it).whiteSpace),
         boxes: [...page.querySelectorAll('.jp-OutputArea-output:has(> pre)')].map(it => getComputedStyle(it).overflowX),
+        folded: [...page.querySelectorAll('.jp-Cell-outputWrapper')].filter(it => !shown(it)).length,
       };
     }"""
     page.emulate_media(media="print")
@@ -276,6 +277,7 @@ def test_what_is_printed_is_in_the_language_that_is_chosen(untrusted, page, lang
     assert found["colour"] == "solid"
     assert set(found["code"]) == set(found["output"]) == {"pre-wrap"}
     assert set(found["boxes"]) == {"visible"}
+    assert found["folded"] == 0, "paper shows every output"
 
 
 def test_a_name_from_a_cell_that_has_not_run_is_explained_in_the_language_that_is_chosen(page, folder):

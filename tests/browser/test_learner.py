@@ -148,16 +148,13 @@ def test_so_it_is_in_every_language_size_and_theme(course, tmp_path, language, s
 
 
 @pytest.mark.long
-def test_outputs_are_folded_or_shown_as_wanted_also_after_a_reload_and_on_paper(course, tmp_path):
+def test_outputs_are_folded_or_shown_as_wanted_also_after_a_reload(course, tmp_path):
     own = tmp_path / "own"
     update(course, own)
     with lab.page_on(own) as page:
         lab.open_notebook(page, FIRST)
         output = output_of(page, "map-run")
         expect(output).to_be_hidden()
-        page.emulate_media(media="print")
-        expect(output).to_be_visible()
-        page.emulate_media(media="screen")
         page.locator(f'{lab.FRONT} [data-command="hooklab:outputs-toggle"]').click()
         expect(output).to_be_visible()
         page.reload()
