@@ -141,8 +141,9 @@ def test_the_language_switch_is_installed_as_it_stands_in_the_repository():
         ROOT / "labextension",
         Path(sys.prefix, "share/jupyter/labextensions/hooklab"),
     )
-    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
-    assert Path("package.json") in files
+    files = [Path("package.json")]
+    files += [path.relative_to(source) for part in ("static", "schemas") for path in (source / part).rglob("*.*")]
+    assert len(files) > 4
     for file in files:
         assert (installed / file).read_bytes() == (source / file).read_bytes(), f"{file}: run `uv sync`"
 
