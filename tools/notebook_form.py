@@ -21,6 +21,8 @@ NOTEBOOK_METADATA = {
 SCREEN = 24  # lines of code that fit on a slide below its prose
 PICTURE = 14  # lines of code that are as high as a picture
 CELL_METADATA = ("jupyter", "minutes", "slideshow", "sources", "tags")
+# The line that leads to the notebooks before and behind: titles of others.
+NEIGHBOURS = re.compile(
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 
 

@@ -254,7 +254,7 @@ def neighbours(notebook: Notebook) -> Iterator[str]:
     """The first cell and the last one lead to the notebook before, the contents and the next one."""
     names = [path.name for path in notebook_form.paths()]
     number = names.index(f"{notebook.stem}.ipynb")
-    wanted = {*names[max(number - 1, 0) : number + 2], names[0]} - {f"{notebook.stem}.ipynb"} | {names[0]}
+    wanted = {names[0], *names[max(number - 1, 0) : number + 2]} - {f"{notebook.stem}.ipynb"}
     for cell in (notebook.cells[0], notebook.cells[-1]):
         for language, half in cell.halves.items():
             if missing := wanted - set(LINK.findall(half)):

@@ -14,7 +14,6 @@ SPAN = re.compile(r"`([^`\n]+)`")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
-NEIGHBOURS = re.compile(
     r"^(?:上一本|Previous|\[目录\]|\[Contents\]).*\.ipynb\).*$", re.MULTILINE
 )  # titles of other notebooks
 PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
@@ -117,6 +116,46 @@ def folds(notebook) -> Iterator[str]:
             yield f"{cell.id}: Markdown is not rendered inside <summary>; write <code>…</code>"
 
 
+# What a native engineer would not say, and what to say: docs/style.md has the list.
+ODD = {
+    r"an? backward\b(?! (?:pass|hook|pre-hook|function|run|method|graph|call))": "backward, a backward pass",
+    r"an? forward\b(?! (?:pass|hook|pre-hook|function|run|method|call))": "forward, a forward pass",
+    r"backwards\b": "backward passes",
+    r"(?:an?|four|two|three|these|those) memor(?:y|ies)\b": "memory, blocks of memory",
+    r"spar(?:e|es|ed|ing)\b": "save",
+    r"seldom\b": "rarely",
+    r"dear\b": "expensive",
+    r"let(?:s|ting)? go\b": "free, release",
+    r"first the means\b": "first, the tools",
+    r"mend(?:s|ed|ing)?\b": "fix",
+    r"hand(?:s|ed|ing)? on\b": "pass on",
+    r"comput(?:es|ed|ing|e) again\b": "recompute",
+    r"S[0-4] (?:says|has|writes|shows|calls)\b": "the name of the text",
+}
+
+
+def natural_english(notebook) -> Iterator[str]:
+    for cell, _, en in _pairs(notebook):
+        for odd, instead in ODD.items():
+            if found := re.search(rf"\b{odd}", _words_only(en), re.IGNORECASE):
+                yield f"{cell.id}: {found[0]!r} is not what an engineer says; rather: {instead}"
+
+
+def named_sources(notebook) -> Iterator[str]:
+    """The texts of the course are called by their names; S0.1.2 stands in the metadata and in the table of sources."""
+    for cell in _prose(notebook):
+        if found := re.search(r"\bS[0-4]\b", cell.source):
+            yield f"{cell.id}: {found[0]} says nothing to a reader; SOURCES.md gives the names"
+
+
+def references(notebook) -> Iterator[str]:
+    """Another notebook is a link with its number and its title."""
+    for cell in _prose(notebook):
+        for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\((\d\d_\w+\.ipynb)[^)]*\)", cell.source):
+            if not re.match(rf"{target[:2]} \S", text):
+                yield f"{cell.id}: the link {text!r} should have the number and the title of {target}"
+
+
 def glossary(notebook) -> Iterator[str]:
     for cell, zh, en in _pairs(notebook):
         chinese, english = _words_only(zh), _words_only(en)
@@ -128,7 +167,7 @@ def glossary(notebook) -> Iterator[str]:
                 yield f"{cell.id}: the Chinese says {term['zh'][0]!r}, the English does not say {' / '.join(term['en'])!r}"
             if in_en and not in_zh:
                 yield f"{cell.id}: the English says {term['en'][0]!r}, the Chinese does not say {' / '.join(term['zh'])!r}"
-    everything = "\n".join(NEIGHBOURS.sub("", zh) for cell, zh, _ in _pairs(notebook) if cell.id != "next")
+    everything = "\n".join(notebook_form.NEIGHBOURS.sub("", zh) for cell, zh, _ in _pairs(notebook) if cell.id != "next")
     for term in terms():
         if notebook.stem < term["first"] and term["zh"][0] in everything:
             yield f"{term['zh'][0]}: used before {term['first']}, where the English word is given"
@@ -159,7 +198,7 @@ def _pairs(notebook) -> Iterator[tuple[Cell, str, str]]:
 
 def _words_only(half: str) -> str:
     """Without code, addresses, tables, markup and the titles of the neighbours."""
-    half = NEIGHBOURS.sub("", half)
+    half = notebook_form.NEIGHBOURS.sub("", half)
     half = re.sub(r"^\|.*$", "", FENCE.sub("", half), flags=re.MULTILINE)
     return re.sub(r"\]\([^)]*\)|<[^>]+>|[*●○]", "", SPAN.sub("", half))
 
