@@ -22,7 +22,7 @@ SCREEN = 24  # lines of code that fit on a slide below its prose
 PICTURE = 14  # lines of code that are as high as a picture
 CELL_METADATA = ("jupyter", "minutes", "slideshow", "sources", "tags")
 # The line that leads to the notebooks before and behind: titles of others.
-NEIGHBOURS = re.compile(
+NEIGHBOURS = re.compile(r"^(?:上一本|Previous|\[目录\]|\[Contents\]|下一本：\[|Next: \[).*\.ipynb\)$", re.MULTILINE)
 HALF = re.compile(r'<div lang="(zh|en)">\n\n(.*?)\n\n</div>', re.DOTALL)
 
 

@@ -286,5 +286,6 @@ RULES: list[Rule] = [
     formulas, links, tags, opening, parts, practice, guesses_come_first, neighbours, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
     prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
-    prose_rules.names_of_the_package, prose_rules.folds, prose_rules.glossary,
+    prose_rules.names_of_the_package, prose_rules.folds, prose_rules.glossary, prose_rules.natural_english,
+    prose_rules.named_sources, prose_rules.references,
 ]  # fmt: skip

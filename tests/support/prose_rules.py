@@ -14,8 +14,6 @@ SPAN = re.compile(r"`([^`\n]+)`")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
-    r"^(?:上一本|Previous|\[目录\]|\[Contents\]).*\.ipynb\).*$", re.MULTILINE
-)  # titles of other notebooks
 PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 MAX_WORDS = 90  # "about 80"
 MAX_HAN = 180  # what 90 English words are in Chinese
@@ -167,7 +165,9 @@ def glossary(notebook) -> Iterator[str]:
                 yield f"{cell.id}: the Chinese says {term['zh'][0]!r}, the English does not say {' / '.join(term['en'])!r}"
             if in_en and not in_zh:
                 yield f"{cell.id}: the English says {term['en'][0]!r}, the Chinese does not say {' / '.join(term['zh'])!r}"
-    everything = "\n".join(notebook_form.NEIGHBOURS.sub("", zh) for cell, zh, _ in _pairs(notebook) if cell.id != "next")
+    everything = "\n".join(
+        notebook_form.NEIGHBOURS.sub("", zh) for cell, zh, _ in _pairs(notebook) if cell.id != "next"
+    )
     for term in terms():
         if notebook.stem < term["first"] and term["zh"][0] in everything:
             yield f"{term['zh'][0]}: used before {term['first']}, where the English word is given"
