@@ -13,6 +13,7 @@ FENCE = re.compile(r"```.*?```", re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
+TITLE = re.compile(r"\[\d\d [^\]]+\](?=\(\d\d_\w+\.ipynb)")  # of another notebook: no use of a term
 HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
 PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 MAX_WORDS = 90  # "about 80"
@@ -156,7 +157,7 @@ def references(notebook) -> Iterator[str]:
 
 def glossary(notebook) -> Iterator[str]:
     for cell, zh, en in _pairs(notebook):
-        chinese, english = _words_only(zh), _words_only(en)
+        chinese, english = _words_only(TITLE.sub("]", zh)), _words_only(TITLE.sub("]", en))
         for term in terms():
             in_zh = any(form in chinese for form in term["zh"])
             in_en, maybe_in_en = (any(re.search(rf"\b{form}\b", english, re.IGNORECASE) for form in forms)
@@ -166,7 +167,7 @@ def glossary(notebook) -> Iterator[str]:
             if in_en and not in_zh:
                 yield f"{cell.id}: the English says {term['en'][0]!r}, the Chinese does not say {' / '.join(term['zh'])!r}"
     everything = "\n".join(
-        notebook_form.NEIGHBOURS.sub("", zh) for cell, zh, _ in _pairs(notebook) if cell.id != "next"
+        TITLE.sub("", notebook_form.NEIGHBOURS.sub("", zh)) for cell, zh, _ in _pairs(notebook) if cell.id != "next"
     )
     for term in terms():
         if notebook.stem < term["first"] and term["zh"][0] in everything:
