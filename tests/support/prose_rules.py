@@ -150,7 +150,8 @@ def named_sources(notebook) -> Iterator[str]:
 def references(notebook) -> Iterator[str]:
     """Another notebook is a link with its number and its title."""
     for cell in _prose(notebook):
-        for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\((\d\d_\w+\.ipynb)[^)]*\)", cell.source):
+        source = notebook_form.NEIGHBOURS.sub("", cell.source)
+        for text, target in re.findall(r"(?<!!)\[([^\]]+)\]\((\d\d_\w+\.ipynb)[^)]*\)", source):
             if not re.match(rf"{target[:2]} \S", text):
                 yield f"{cell.id}: the link {text!r} should have the number and the title of {target}"
 
