@@ -1,4 +1,6 @@
-"""`make refresh`: run every notebook, store its outputs in normal form, and rebuild notebooks/SOURCES.md and the outline.
+"""`make refresh`: run every notebook, store its outputs in normal form, and rebuild the pages and the outline.
+
+The pages are notebooks/SOURCES.md, QUESTIONS.md, docs/cheatsheet.md and docs/glossary.md, with their Chinese editions.
 
 Run it twice and no byte changes. A notebook that does not run to its end is left as it was.
 `python tools/refresh.py 11` refreshes the notebooks whose names begin with 11 alone.
@@ -17,6 +19,8 @@ from pathlib import Path
 import nbformat
 import notebook_form
 import outline
+import questions
+import reference_pages
 import sources_table
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -40,6 +44,11 @@ def main(prefixes: list[str]) -> int:
     with suppress(nbformat.reader.NotJSONError):  # it is among the failures
         _replace(sources_table.PATH, sources_table.table())
         _replace(outline.PATH, outline.outline())
+        for language, page in questions.PATHS.items():
+            _replace(page, questions.page(language))
+        for language, page in reference_pages.CHEATSHEETS.items():
+            _replace(page, reference_pages.cheatsheet(language))
+        _replace(reference_pages.GLOSSARY, reference_pages.glossary())
     print(*failures, sep="\n", end="\n" if failures else "")
     return 1 if failures else 0
 

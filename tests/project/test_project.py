@@ -53,7 +53,7 @@ def test_the_oldest_torch_is_the_same_in_the_package_and_in_the_metadata():
     assert f"torch>={'.'.join(map(str, lesson.OLDEST_TORCH))}" in PROJECT["project"]["dependencies"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.name)
 def test_no_link_in_a_document_is_dead(document):
     text = document.read_text(encoding="utf-8")
     targets = LINK.findall(text) + re.findall(r'(?:src|href)="([^"]+)"', text)
@@ -114,6 +114,21 @@ def test_the_table_of_sources_links_to_cells_that_exist():
     assert {(stem, wanted) for _, stem, wanted in linked} == {
         (stem, cell.id) for cells in covering for stem, cell in cells
     }
+
+
+def test_the_table_of_sources_names_each_text_and_says_what_it_says_of_itself():
+    rows = re.findall(
+        r"^\| (S\d) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", sources_table.table(), re.MULTILINE
+    )
+    assert [row[0] for row in rows] == ["S0", "S1", "S2", "S3", "S4"]
+    for _, name, what, *_ in rows:
+        for zh, en in (name.split("<br>"), what.split("<br>")):
+            assert HAN.search(zh)
+            assert not HAN.search(en)
+    assert [row[3:] for row in rows[:2]] == [("—", "—", "—")] * 2  # known by their content only
+    assert [row[3] for row in rows[3:]] == ["Torch的一些使用方法记录", "Hooks for autograd saved tensors"]
+    assert "<https://zhuanlan.zhihu.com/p/75054200>" in rows[2]
+    assert not re.search(r"\bS[0-4]\b(?!\.)", re.sub(r"^\| S\d \|", "", sources_table.table(), flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("entry", sources_table.entries(), ids=lambda entry: entry["id"])

@@ -1,0 +1,163 @@
+"""docs/cheatsheet.md and docs/glossary.md; each row of the table of hooks is run in one training step."""
+
+import re
+
+import notebook_form
+import pytest
+import reference_pages
+import torch
+from prose_rules import HAN, SPAN
+from torch import nn
+
+HOOKS = reference_pages.hooks()
+
+
+class Multiply(torch.autograd.Function):
+    """The one Node of the step; it tells when it has run."""
+
+    @staticmethod
+    def forward(ctx, x, weight, step):
+        ctx.save_for_backward(x, weight)
+        ctx.step = step
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.step.last = "node"
+        return grad * weight, grad * x, None
+
+
+class Layer(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([3.0]))
+        self.step = step
+
+    def forward(self, x):
+        self.step.last = "forward"
+        output = Multiply.apply(x, self.weight, self.step)
+        self.step.last = "output"
+        return output
+
+
+class Descent(torch.optim.Optimizer):
+    def __init__(self, params, step):
+        super().__init__(params, {})
+        self.training_step = step
+
+    def step(self):
+        self.training_step.last = "step"
+
+
+class Step:
+    """One training step with one hook on it, as its row of the table registers it."""
+
+    def __init__(self, row=None, returns="None", removed=False):
+        self.row, self.last, self.seen, self.registration = row, "start", [], None
+        self.x, self.module = torch.tensor([2.0], requires_grad=True), Layer(self)
+        self.names = {
+            "graph": torch.autograd.graph,
+            "module": self.module,
+            "parameter": self.module.weight,
+            "note": self.note,
+        }
+        self.names |= {"pack": lambda tensor: tensor, "unpack": lambda packed: packed}
+        self.names |= {"tensors": [self.x, self.module.weight], "optimizer": Descent(self.module.parameters(), self)}
+        if row:
+            exec(f"def {row['hook']}:\n    note()\n    return {returns}", self.names)
+        self.run(removed)
+
+    def note(self):
+        stored = self.last == "node" and self.module.weight.grad is not None
+        self.seen.append("stored" if stored else self.last)
+
+    def run(self, removed):
+        self.register(removed, early=True)
+        output = self.names["tensor"] = self.module(self.x)
+        self.names["node"] = output.grad_fn
+        if self.row and self.row.get("comes_off") == "with" and not removed:
+            self.registration.__exit__(None, None, None)
+        self.register(removed, early=False)
+        output.sum().backward()
+        self.names["optimizer"].step()
+        self.values = {
+            "output": output.item(),
+            "x.grad": self.x.grad.item(),
+            "weight.grad": self.module.weight.grad.item(),
+        }
+
+    def register(self, removed, early):
+        if not self.row or early == self.row["call"].startswith(("tensor.", "node.")):
+            return
+        self.registration = eval(self.row["call"], self.names)
+        if self.row.get("comes_off") == "with":
+            self.registration.__enter__()
+            if removed:
+                self.registration.__exit__(None, None, None)
+        elif removed:
+            self.registration.remove()
+
+
+def each_hook(test):
+    return pytest.mark.parametrize("row", HOOKS, ids=lambda row: row["name"]["en"])(test)
+
+
+@each_hook
+def test_a_hook_with_this_signature_fires_at_this_moment_and_changes_nothing(row):
+    step = Step(row, returns=row.get("looks", "None"))
+    assert set(step.seen) == {row["after"]}
+    assert step.values == Step().values == {"output": 6, "x.grad": 3, "weight.grad": 2}
+
+
+@each_hook
+def test_what_the_hook_returns_changes_what_the_table_says(row):
+    if "raises" in row:
+        with pytest.raises(TypeError, match="hook returned 'tuple'"):
+            Step(row, returns=row["returns"])
+        return
+    plain = Step().values
+    wanted = {name: value * (10 if name in row["changes"] else 1) for name, value in plain.items()}
+    step = Step(row, returns=row["returns"])
+    assert step.seen
+    assert step.values == wanted
+
+
+@each_hook
+def test_a_hook_that_came_off_does_not_fire(row):
+    assert Step(row, returns=row.get("looks", "None"), removed=True).seen == []
+
+
+def test_the_cheat_sheet_has_the_hooks_of_the_map_in_the_order_of_the_map():
+    start = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / "00_start_here.ipynb"))
+    (printed,) = (cell.outputs[0].text for cell in start if cell.id == "map-backward")
+    assert [row["name"]["en"] for row in HOOKS] == re.findall(r"^ ?\d+ (.+)$", printed, re.MULTILINE)
+
+
+@each_hook
+def test_a_row_says_the_same_in_both_languages_and_leads_to_a_section(row):
+    for field in ("name", "fires", "may_return", "trap"):
+        zh, en = row[field]["zh"], row[field]["en"]
+        assert HAN.search(zh)
+        assert not HAN.search(en)
+        assert sorted(SPAN.findall(zh)) == sorted(SPAN.findall(en))
+    stem, cell_id = row["at"]
+    cells = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / f"{stem}.ipynb"))
+    assert [cell.source[:3] for cell in cells if cell.id == cell_id] == ["## "]
+
+
+@pytest.mark.parametrize("language", reference_pages.CHEATSHEETS)
+def test_the_cheat_sheet_is_up_to_date_and_fits_on_one_page(language):
+    page = reference_pages.CHEATSHEETS[language].read_text(encoding="utf-8")
+    assert page == reference_pages.cheatsheet(language), "run `make refresh`"
+    assert len(page.splitlines()) <= 32
+    words = re.sub(r"\]\([^)]*\)", "]", page)  # what is printed
+    assert len(words) <= 4000
+
+
+def test_the_glossary_is_up_to_date_and_has_every_term():
+    page = reference_pages.GLOSSARY.read_text(encoding="utf-8")
+    assert page == reference_pages.glossary(), "run `make refresh`"
+    rows = re.findall(r"^\| (\S+) \| ([^|]+) \| \[\d\d .+ · .+\]\(\.\./notebooks/\w+\.ipynb\) \|$", page, re.MULTILINE)
+    assert len(rows) > 40
+    assert len({zh for zh, _ in rows}) == len(rows)
