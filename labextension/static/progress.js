@@ -3,7 +3,7 @@
 // The kernel's checks write one small file in Jupyter's data folder; the server part (hooklab_desk/server.py) hands it over.
 
 const WORDS = {
-  zh: { title: "课程进度", minutes: "分钟", predictions: "预测", exercises: "练习", next: "下一本", reset: "重新开始计进度",
+  zh: { title: "课程进度", minutes: "分钟", predictions: "预测", exercises: "练习", next: "接下来", reset: "重新开始计进度",
         sure: "忘掉所有进度？笔记本里写的东西不受影响。", none: "读不到进度：服务器没有应答。" },
   en: { title: "Progress", minutes: "min", predictions: "predictions", exercises: "exercises", next: "next", reset: "Reset progress",
         sure: "Forget all progress? What you have written in the notebooks stays.", none: "No progress to show: the server did not answer." },

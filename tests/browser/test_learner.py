@@ -24,7 +24,7 @@ SAID = {
         "offer": "要提示吗？",
         "hint": "提示 1/2",
         "right": "对了。",
-        "next": "下一本",
+        "next": "接下来",
         "count": "预测 1/2 · 练习 1/2",
     },
     "en": {
@@ -104,7 +104,7 @@ def learn(page, course, own, language, name):
         page.reload()
         lab.wait_until_drawn(page)
     expect(output_of(page, "bypass-run")).to_be_visible()
-    expect(output_of(page, "map-run")).to_be_hidden()
+    expect(output_of(page, "map-backward")).to_be_hidden()
     lab.close_notebook(page)
 
     # A new version comes: what was written in stays.
@@ -153,7 +153,7 @@ def test_outputs_are_folded_or_shown_as_wanted_also_after_a_reload(course, tmp_p
     update(course, own)
     with lab.page_on(own) as page:
         lab.open_notebook(page, FIRST)
-        output = output_of(page, "map-run")
+        output = output_of(page, "map-backward")
         expect(output).to_be_hidden()
         page.locator(f'{lab.FRONT} [data-command="hooklab:outputs-toggle"]').click()
         expect(output).to_be_visible()
