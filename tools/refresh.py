@@ -42,15 +42,21 @@ def main(prefixes: list[str]) -> int:
         with ThreadPoolExecutor(max_workers=2) as pool:
             failures = [line for line in pool.map(refresh, chosen) if line]
     with suppress(nbformat.reader.NotJSONError):  # it is among the failures
-        _replace(sources_table.PATH, sources_table.table())
-        _replace(outline.PATH, outline.outline())
-        for language, page in questions.PATHS.items():
-            _replace(page, questions.page(language))
-        for language, page in reference_pages.CHEATSHEETS.items():
-            _replace(page, reference_pages.cheatsheet(language))
-        _replace(reference_pages.GLOSSARY, reference_pages.glossary())
+        for page, text in pages().items():
+            _replace(page, text)
     print(*failures, sep="\n", end="\n" if failures else "")
     return 1 if failures else 0
+
+
+def pages() -> dict[Path, str]:
+    """What is made from the notebooks and the tables beside them."""
+    return {
+        sources_table.PATH: sources_table.table(),
+        outline.PATH: outline.outline(),
+        **{page: questions.page(language) for language, page in questions.PATHS.items()},
+        **{page: reference_pages.cheatsheet(language) for language, page in reference_pages.CHEATSHEETS.items()},
+        reference_pages.GLOSSARY: reference_pages.glossary(),
+    }
 
 
 def refresh(path: Path) -> str | None:

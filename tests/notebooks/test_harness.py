@@ -67,6 +67,32 @@ def write_too_long_a_cell(notebook):
 RECAP_EN = notebook_form.Cell(cell(notebook_form.read(REAL), "recap"), 0).halves["en"]
 
 RULE_DAMAGES = {
+    "an assertion between a guess and its answer": (
+        lambda notebook: replace(notebook, "where-twice", "x.grad =", "assert w.grad is not None\nx.grad ="),
+        notebook_rules.guesses_come_first,
+    ),
+    "no way to the next notebook": (
+        lambda notebook: replace(
+            notebook, "title", " · Next: [12 Changing gradients](12_changing_gradients.ipynb)", ""
+        ),
+        notebook_rules.neighbours,
+    ),
+    "minutes that nobody has counted": (
+        lambda notebook: [cell(notebook, wanted).metadata.pop("minutes") for wanted in ("where", "graph", "leaves")],
+        notebook_rules.opening,
+    ),
+    "English of nobody": (
+        lambda notebook: replace(notebook, "where-after", "PyTorch", "After a backward PyTorch", "en"),
+        prose_rules.natural_english,
+    ),
+    "a text called by its number": (
+        lambda notebook: replace(notebook, "where-after", "PyTorch", "S0 and PyTorch", "en"),
+        prose_rules.named_sources,
+    ),
+    "a notebook without its title": (
+        lambda notebook: replace(notebook, "next", "[12 Changing gradients]", "[12]", "en"),
+        prose_rules.references,
+    ),
     "a cell stripped": (strip_a_cell, notebook_rules.execution_counts),
     "cells reordered": (reorder_cells, notebook_rules.execution_counts),
     "an executed cell deleted": (delete_a_covering_cell, notebook_rules.sources_covered),
@@ -398,7 +424,7 @@ def test_refresh_leaves_a_notebook_that_does_not_run_as_it_was(tmp_path, monkeyp
     for name in ("JUPYTER_DATA_DIR", "IPYTHONDIR"):  # which refresh sets, for a process of its own
         monkeypatch.setenv(name, os.environ[name])
     monkeypatch.setattr(notebook_form, "paths", lambda: [notebook.path])
-    monkeypatch.setattr(refresh.sources_table, "PATH", tmp_path / "SOURCES.md")
+    monkeypatch.setattr(refresh, "pages", dict)  # those of the repository stay
     assert refresh.main([]) == 1
     assert re.search(r"cell 'where-build' failed.*no_such_module", capsys.readouterr().out)
     assert notebook.path.read_bytes() == before
@@ -427,7 +453,7 @@ def test_refresh_says_what_ended_a_run(source, said, tmp_path, monkeypatch, caps
         monkeypatch.setenv(name, os.environ[name])
     monkeypatch.setattr(refresh, "CELL_TIMEOUT_S", 2)
     monkeypatch.setattr(notebook_form, "paths", lambda: [notebook.path])
-    monkeypatch.setattr(refresh.sources_table, "PATH", tmp_path / "SOURCES.md")
+    monkeypatch.setattr(refresh, "pages", dict)  # those of the repository stay
     assert refresh.main([]) == 1
     assert said in capsys.readouterr().out
     assert notebook.path.read_bytes() == before
