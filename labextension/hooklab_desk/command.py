@@ -51,7 +51,9 @@ def _tell(done: Update, own: Path) -> None:
 
 def _flags(folder: Path) -> list[str]:
     hidden = [*HIDDEN, "__pycache__", "*.part"]
-    flags = [str(folder / FIRST), f"--ServerApp.root_dir={folder}", f"--ContentsManager.hide_globs={hidden!r}"]
+    # The address, and not the file: where no browser opens, it is this address that is printed.
+    flags = [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}"]
+    flags.append(f"--ContentsManager.hide_globs={hidden!r}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         flags.append("--allow-root")
     if sys.platform == "linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):

@@ -125,7 +125,8 @@ def test_the_command_copies_and_passes_the_rest_on_to_jupyterlab(tmp_path, own, 
     monkeypatch.setenv("BROWSER", "some")
     assert command.main(["lab", "--folder", str(own), "--port=9999"]) == 0
     (arguments,) = called
-    assert arguments[1:4] == ["-m", "jupyterlab", str(own / "00_start_here.ipynb")]
+    assert arguments[1:3] == ["-m", "jupyterlab"]
+    assert "--LabApp.default_url=/lab/tree/00_start_here.ipynb" in arguments
     assert arguments[-1] == "--port=9999"
     assert f"--ServerApp.root_dir={own}" in arguments
     assert len(list(own.glob("*.ipynb"))) == len(notebook_form.paths())
