@@ -3,9 +3,9 @@
 // The kernel's checks write one small file in Jupyter's data folder; the server part (hooklab_desk/server.py) hands it over.
 
 const WORDS = {
-  zh: { title: "课程进度", minutes: "分钟", predictions: "预测", exercises: "练习", next: "接下来", reset: "重新开始计进度",
+  zh: { title: "课程进度", minutes: "分钟", predictions: "预测", exercises: "练习", next: "接下来", fast: "快速路线", reset: "重新开始计进度",
         sure: "忘掉所有进度？笔记本里写的东西不受影响。", none: "读不到进度：服务器没有应答。" },
-  en: { title: "Progress", minutes: "min", predictions: "predictions", exercises: "exercises", next: "next", reset: "Reset progress",
+  en: { title: "Progress", minutes: "min", predictions: "predictions", exercises: "exercises", next: "next", fast: "fast track", reset: "Reset progress",
         sure: "Forget all progress? What you have written in the notebooks stays.", none: "No progress to show: the server did not answer." },
 };
 const BOTH = Object.fromEntries(Object.keys(WORDS.en).map((key) => [key, `${WORDS.zh[key]} · ${WORDS.en[key]}`]));
@@ -56,7 +56,7 @@ export function showProgress(app, palette, language, { Widget }, { ServerConnect
     const bar = make("progress", "", { max: all, value: kinds.reduce((sum, kind) => sum + count(book[kind], done), 0) });
     bar.setAttribute("aria-label", counts.join(", "));
     const title = isNext ? [make("strong", told.next, { class: "hooklab-progress-next" }), link] : [link];
-    const facts = make("small", `${book.minutes} ${told.minutes} · ${counts.join(" · ")}`);
+    const facts = make("small", [`${book.minutes} ${told.minutes}`, ...(book.fast ? [told.fast] : []), ...counts].join(" · "));
     return make("li", [...title, bar, facts], isNext ? { "aria-current": "step" } : {});
   }
 

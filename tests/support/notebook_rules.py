@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nbformat
 import notebook_form
+import outline
 import picture_rules
 import prose_rules
 import reading_time
@@ -202,6 +203,8 @@ def parts(notebook: Notebook) -> Iterator[str]:
     minutes = sum(cell.node.metadata.get("minutes", 0) for cell in notebook.cells)
     if not 10 <= minutes <= 45 and notebook.stem[:2] not in LONG:
         yield f"{first.id}: {minutes} minutes; 10 to 45"
+    if minutes > 38 and notebook.stem[:2] in outline.FAST:
+        yield f"{first.id}: {minutes} minutes; 38 at most on the fast track"
     begins = notebook.stem.startswith("00")
     if not begins and not ("回想" in second.source and "Recall" in second.source):
         yield f"{second.id}: no question that recalls the notebook before ('回想一下', 'Recall')"
