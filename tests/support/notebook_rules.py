@@ -22,7 +22,7 @@ import sources_table
 from notebook_form import Cell
 
 MAX_CODE_LINES = 15
-LONG = {"32", "33", "34", "35"}  # above 45 minutes until what 33 and 35 measure has a notebook of its own
+LONG = {"33", "35"}  # above 45 minutes until what 33 and 35 measure has a notebook of its own
 TAGS = {
     "exercise", "facts", "nbval-ignore-output", "own-model", "predict", "raises-exception", "setup", "solution",
     "en-docs", "zh-docs",
