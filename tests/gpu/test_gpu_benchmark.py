@@ -666,7 +666,7 @@ def test_what_the_notebooks_say_is_what_was_measured():
     assert all(figures(named, 2)[0] in half for half in halves(NOTEBOOK, "measured-goal"))
     spread = [(found[goal]["slowest"] - found[goal]["fastest"]) / found["stock"]["seconds"] for found in (runs, before)]
     assert spread[0] < spread[1]  # 'steadier than before, too'
-    for half in halves(NOTEBOOK, "measured-names"):
+    for half in halves(NOTEBOOK, "measured-units-text"):
         assert f"{runs[named]['peak_reserved'] / 1e9:.1f} GB" in half
     for half in halves(NOTEBOOK, "measured"):
         assert f"{max(run['peak_reserved'] for run in result['runs']) / 1e9:.0f} GB" in half
