@@ -123,7 +123,7 @@ _first: dict[str, str] = {}
 _OLD_GUESS = Message(
     "todo",
     "`guess` 还是之前的：写着 `guess = …` 的那一格没有运行，或者报错了。改好、运行那一格，再运行这一格。",
-    "`guess` is an older one: the cell with `guess = …` above has not run, or has failed. Mend and run that cell, "
+    "`guess` is an older one: the cell with `guess = …` above has not run, or has failed. Fix and run that cell, "
     "then this one.",
 )
 

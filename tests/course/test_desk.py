@@ -104,7 +104,16 @@ def test_a_guess_whose_cell_raised_is_not_judged(learn):
         "guess = 1\ncheck.predict('00.2', guess, actual=1)",
     )  # fmt: skip
     assert stale.startswith("`guess` is an older one")
-    assert mended.startswith("`guess` is an older one"), "its cell has not ended yet"
+    assert mended.startswith("As you said"), "a guess and its question may stand in one cell"
+
+
+def test_without_the_set_up_cell_every_guess_counts(tmp_path):
+    """Nobody follows the cells there, so nobody may say that one has not run."""
+    sources = ("from hooklab import check", "guess = 1", "check.predict('00.1', guess, actual=1)", "guess = 2",
+               "check.predict('00.2', guess, actual=2)")  # fmt: skip
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    NotebookClient(notebook, kernel_name=forked_kernels.NAME, timeout=60).execute()
+    assert [said(notebook.cells[number])[:11] for number in (2, 4)] == ["As you said"] * 2
 
 
 def test_a_guess_for_another_question_is_not_judged(learn):
