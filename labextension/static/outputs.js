@@ -2,6 +2,7 @@
 //
 // Nothing in a notebook changes: a mark on the cell's node, and style.css folds what is marked. Which cells have run is kept
 // in sessionStorage, which lasts over a reload of this browser tab; whether to fold at all in localStorage.
+// The code of folded cells is not shown either, not even its first line.
 
 const KEY = "hooklab-outputs"; // "folded" or "shown"
 const LABEL = "运行后可见 · run to see";
@@ -39,6 +40,7 @@ export function foldOutputs(app, palette, tracker, { NotebookActions }, storage)
 
   function begin(panel) {
     if (!isCourse(panel)) return;
+    panel.content.addClass("hooklab-course");
     const before = haveRun(panel);
     for (const cell of panel.content.widgets) {
       if (cell.model.type === "code" && cell.model.outputs.length > 0 && !before.has(cell.model.id)) fold(cell);

@@ -68,6 +68,9 @@ def learn(page, course, own, language, name):
     unseen = page.locator(UNSEEN).count()
     assert unseen > 15
     expect(output_of(page, "first-hook")).to_be_hidden()
+    assertion = page.locator(f"{lab.FRONT} .jp-PlaceholderText", has_text="assert len(calls) == 1")
+    expect(assertion).to_have_count(1)
+    expect(assertion).to_be_hidden()  # it would answer the first guess
     picture(page, f"{name}.first")
     page.locator(UNSEEN).first.click()
     expect(output_of(page, "first-hook")).to_be_visible()
