@@ -2,7 +2,7 @@
 
     uv run --with torchtune==0.6.1 --with torchao==0.15.0 python tests/benchmarks/gpu_offload.py
 
-writes notebooks/data/gpu_offload.json, which notebook 33 plots. `--with` brings torchtune into an environment that
+writes notebooks/data/gpu_offload.json, which notebook 36 plots. `--with` brings torchtune into an environment that
 uv throws away; without it that rival is left out, and with another torchao its import fails. Goal: at most 6.5 GB at
 no more than 1.5x the stock step, and at every memory budget faster than each of the others.
 

@@ -172,7 +172,7 @@ def test_an_answer_of_the_wrong_kind_is_named():
     assert (message.reason, "`Tensor`" in message.en) == ("not_a_function", True)
 
 
-@pytest.mark.parametrize("exercise", ["31.A", "33.A"])
+@pytest.mark.parametrize("exercise", ["31.A", "36.A"])
 def test_a_tensor_that_is_no_single_number_is_shown_with_its_shape(exercise):
     message = check.exercise(exercise, lambda *given: torch.tensor([BY_ID[exercise].solution(*given)]))
     assert message.kind == "wrong"
@@ -393,7 +393,7 @@ def test_a_cause_that_the_traceback_tells_is_not_called_lost(error, lost):
 
         return first, Second()
 
-    message = check.exercise("35.D", answer)
+    message = check.exercise("35.C", answer)
     assert message.reason == ("" if lost is None else "recompute_error"), message
     assert ("the cause is lost" in message.en, "没人看得到" in message.zh) == (bool(lost), bool(lost))
 
@@ -451,7 +451,7 @@ def test_notes_by_address_are_refused_also_where_freed_places_are_taken_at_once(
 
         return littering
 
-    message = check.exercise("33.D", answer)
+    message = check.exercise("33.C", answer)
     assert (message.kind, message.reason) == ("wrong", "address_reused"), message
 
 

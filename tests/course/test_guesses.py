@@ -8,7 +8,7 @@ from hooklab import check
 ORDER = "ECDBA"  # 21.3
 NAMES = ["Linear", "Sequential"]  # 21.4
 SCALED = torch.tensor([1.0, -1.0, 1.0]) / 1024  # 25.5
-PINNED = [5.0, 1.0]  # 33.2
+PINNED = [5.0, 1.0]  # 33.1
 ONE_RAISES = [5.0, "error"]
 FOUR = torch.tensor([2.0, 4.0, 6.0, 8.0])  # 11.1
 FIRE = {"tensor hook"}  # 14.1

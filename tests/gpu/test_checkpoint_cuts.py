@@ -1,4 +1,4 @@
-"""What 35 says of checkpoints of unequal segments: the bytes it counts are held, and no other cut needs fewer."""
+"""What 36 says of checkpoints of unequal segments: the bytes it counts are held, and no other cut needs fewer."""
 
 import ast
 import json
@@ -20,14 +20,14 @@ from hooklab import Offload, checkpoint_segments, saved_tensors
 
 pytestmark = pytest.mark.long  # `make test-long`
 MIB = 2**20
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "35_checkpointing.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "36_the_memory_budget.ipynb"
 
 
 @pytest.fixture(scope="module")
 def starts():
-    """Where the segments of the cell `winner-unequal` begin; from the last one on there is no checkpoint."""
+    """Where the segments of the cell `model-cut` begin; from the last one on there is no checkpoint."""
     cells = {cell["id"]: "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
-    (line,) = (line for line in cells["winner-unequal"].splitlines() if line.startswith("starts = "))
+    (line,) = (line for line in cells["model-cut"].splitlines() if line.startswith("starts = "))
     return ast.literal_eval(line.partition("#")[0].removeprefix("starts = ").strip())
 
 

@@ -21,8 +21,7 @@ import reading_time
 import sources_table
 from notebook_form import Cell
 
-MAX_CODE_LINES = 15
-LONG = {"33", "35"}  # above 45 minutes until what 33 and 35 measure has a notebook of its own
+MAX_CODE_LINES = 18
 TAGS = {
     "exercise", "facts", "nbval-ignore-output", "own-model", "predict", "raises-exception", "setup", "solution",
     "en-docs", "zh-docs",
@@ -201,7 +200,7 @@ def parts(notebook: Notebook) -> Iterator[str]:
         if not 1 <= len(goals) <= 3:
             yield f"{first.id}: {len(goals)} goals in {language}; one to three"
     minutes = sum(cell.node.metadata.get("minutes", 0) for cell in notebook.cells)
-    if not 10 <= minutes <= 45 and notebook.stem[:2] not in LONG:
+    if not 10 <= minutes <= 45:
         yield f"{first.id}: {minutes} minutes; 10 to 45"
     if minutes > 38 and notebook.stem[:2] in outline.FAST:
         yield f"{first.id}: {minutes} minutes; 38 at most on the fast track"

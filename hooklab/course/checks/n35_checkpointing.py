@@ -3,10 +3,8 @@
 import itertools
 import re
 import traceback
-from collections import namedtuple
 from contextlib import contextmanager
 from functools import partial
-from numbers import Integral
 from types import SimpleNamespace
 
 import torch
@@ -19,113 +17,7 @@ from hooklab.course.checks.calls import all_close
 from hooklab.course.checks.n35_handmade import gradients
 from hooklab.course.reachable import within
 
-# ---- 35.B: the cheapest plan under a budget ----
-
-
-def _plans(layers):
-    for sizes in itertools.product(*[range(blocks + 1) for blocks in layers.values()]):
-        yield {name: size for name, size in zip(layers, sizes, strict=True) if size}
-
-
-def cheapest(count, layers, budget):
-    fitting = []
-    for plan in _plans(layers):
-        _, peak, work = count(plan)
-        if peak <= budget:
-            fitting.append((work, peak, plan))
-    return min(fitting, key=lambda found: found[:2])[2]  # a ValueError where nothing fits
-
-
-Cost = namedtuple("Cost", "held peak work")
-
-
-class _Counted:
-    """A made-up network of the kind that section 9 counts."""
-
-    def __init__(self, outside, **layers):
-        self.outside, self.table = outside, layers  # per layer (input, inner, work) of every block
-        self.layers = {name: len(blocks) for name, blocks in layers.items()}
-
-    def __call__(self, plan):
-        held, peak, work, kept = self.outside, self.outside, 0, False
-        for name, blocks in self.table.items():
-            size = plan.get(name, 0)
-            for first in range(0, len(blocks), size or 1):
-                segment = blocks[first : first + (size or 1)]
-                held += 0 if kept else segment[0][0]
-                inner, kept = sum(block[1] for block in segment), not size
-                peak = max(peak, held + inner)
-                held += inner if kept else 0
-                work += 0 if kept else sum(block[2] for block in segment)
-        return Cost(held, peak, work)
-
-
-NETWORKS = [
-    _Counted(5, down=[(8, 40, 3)] * 4, up=[(4, 20, 6)] * 4),
-    _Counted(2, wide=[(16, 60, 1)] * 2, middle=[(6, 18, 5)] * 6, narrow=[(2, 10, 9)] * 3),
-    _Counted(0, only=[(1, 10, 1)] * 9),
-    _Counted(0, odd=[(10, 10, 1)] * 7),
-]
-
-PLAN = [  # its `cost` beside the `lowest`, that of the best plan; `asked` is the peak and work of each plan that was tried
-    ("over_budget-held", lambda t: t.cost.held <= t.budget < t.cost.peak),
-    ("over_budget", lambda t: t.cost.peak > t.budget),
-    ("never_asked", lambda t: t.cost[1:] != t.lowest[1:] and t.lowest[1:] not in t.asked),
-    ("exact_budget", lambda t: t.cost.peak < t.lowest.peak == t.budget and t.cost[1:] == _lowest_below(t)[1:]),
-    ("too_much_work", lambda t: t.cost.work > t.lowest.work),
-    ("higher_peak", lambda t: t.cost.peak > t.lowest.peak),
-]
-
-
-def examine_cheapest(answer):
-    for network in NETWORKS:
-        _examine_network(answer, network, network.layers)
-
-
-def _examine_network(answer, network, layers):
-    asked = []
-
-    def count(plan):
-        cost = network(plan)
-        asked.append(cost[1:])
-        return cost
-
-    peaks = sorted({network(plan).peak for plan in _plans(layers)})
-    stock = network({}).peak
-    for budget in (stock, stock - 1, peaks[len(peaks) // 2], peaks[len(peaks) // 4] + 1, peaks[1], peaks[0]):
-        best = cheapest(network, layers, budget)
-        facts = {"layers": layers, "budget": budget, "best": best}
-        try:
-            plan = answer(count, dict(layers), budget)
-        except ValueError as error:
-            refuse("gave_up", **facts, error=error)
-        if not isinstance(plan, dict):
-            refuse("wrong_type", plan=plan)
-        if bad := {name: size for name, size in plan.items() if name not in layers or not _is_size(size)}:
-            refuse("unfit", bad=bad)
-        costs = {"cost": network(plan), "lowest": network(best)}
-        refuse_first(PLAN, **facts, plan=plan, **costs, network=network, asked=asked)
-    try:
-        got = answer(count, dict(layers), peaks[0] - 1)
-    except ValueError:
-        return
-    except Exception as error:
-        refuse("other_error", error=error)
-    refuse("no_error", got=got)
-
-
-def _is_size(size):
-    return isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
-
-
-def _lowest_below(t):
-    """The cost of the best plan with a peak below the budget."""
-    return t.network(cheapest(t.network, t.layers, t.budget - 1))
-
-
-CHEAPEST = Exercise("35.B", examine_cheapest, cheapest)
-
-# ---- 35.D: buffers as after one forward ----
+# ---- 35.C: buffers as after one forward ----
 
 
 def copies(block):
@@ -310,6 +202,6 @@ def _examine_error(context, key, key_if_lost):
         refuse(key if told else key_if_lost, error=said(cause), arrived=arrived)
 
 
-BUFFERS = Exercise("35.D", examine_buffers, buffers_once)
+BUFFERS = Exercise("35.C", examine_buffers, buffers_once)
 
-EXERCISES = [CHEAPEST, BUFFERS]
+EXERCISES = [BUFFERS]

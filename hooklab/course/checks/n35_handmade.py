@@ -220,7 +220,7 @@ def _examine_drawn_first(answer):
 
 FAITHFUL = Exercise("35.A", examine_faithful, faithful)
 
-# ---- 35.C: a checkpoint that frees what it has handed out ----
+# ---- 35.B: a checkpoint that frees what it has handed out ----
 
 
 def frugal(block, x):
@@ -331,6 +331,6 @@ def _gives(loss, tensors, want):
     return all(map(torch.equal, got, want))
 
 
-FRUGAL = Exercise("35.C", examine_frugal, frugal)
+FRUGAL = Exercise("35.B", examine_frugal, frugal)
 
 EXERCISES = [FAITHFUL, FRUGAL]

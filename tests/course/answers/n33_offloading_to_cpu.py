@@ -4,7 +4,6 @@ import io
 import weakref
 from contextlib import nullcontext
 from copy import deepcopy
-from fractions import Fraction
 from functools import cache
 from types import SimpleNamespace
 
@@ -14,28 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hooklab import Offload
-from hooklab.course.checks.n33_offloading_to_cpu import pack_views, save_to, step_seconds, zeros_store
+from hooklab.course.checks.n33_offloading_to_cpu import pack_views, save_to, zeros_store
 
-# ---- 33.A: bytes over bandwidth ----
-
-
-def _seconds(one_way, overlapped=None):
-    """A wrong answer: `one_way(nbytes, bandwidth)` seconds, and `overlapped(forward, backward, one_way)`."""
-
-    def answer(forward, backward, nbytes, bandwidth, overlap):
-        moves = one_way(nbytes, bandwidth)
-        if overlap and overlapped:
-            return overlapped(forward, backward, moves)
-        return forward + backward + 2 * moves
-
-    return answer
-
-
-def _right_one_way(nbytes, bandwidth):
-    return nbytes / (bandwidth * 1e9)
-
-
-# ---- 33.B: SaveToCpu on Offload ----
+# ---- 33.A: SaveToCpu on Offload ----
 
 
 def _wrapping(forward):
@@ -167,7 +147,7 @@ def save_to_the_latest(module, store):
     return _inside(lambda module, _: _offload(module, _STORES[0]))(module, store)
 
 
-# ---- 33.C: a store that leaves zeros out ----
+# ---- 33.B: a store that leaves zeros out ----
 
 
 def _store(write, read):
@@ -388,7 +368,7 @@ def signs_of_real_numbers(tensor):
     return (tensor != 0) | torch.signbit(tensor) if tensor.is_floating_point() else tensor != 0
 
 
-# ---- 33.D: one copy for all views of a storage ----
+# ---- 33.C: one copy for all views of a storage ----
 
 
 def _whole(storage):
@@ -571,22 +551,6 @@ def notes_with_slots(store):
 
 WRONG = {
     "33.A": {
-        "one_way": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 1e9) / 2),
-        "bits": _seconds(lambda nbytes, bandwidth: 8 * nbytes / (bandwidth * 1e9)),
-        "gibibytes": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 2**30)),
-        "wrong_serial": _seconds(lambda nbytes, bandwidth: nbytes / (bandwidth * 1e6)),
-        "no_unit": _seconds(lambda nbytes, bandwidth: nbytes / bandwidth),
-        "hidden_anyway": lambda forward, backward, nbytes, bandwidth, overlap: (
-            max(forward, nbytes / bandwidth / 1e9) + max(backward, nbytes / bandwidth / 1e9)
-        ),
-        "overlap_ignored": _seconds(_right_one_way),
-        "whole_step": _seconds(_right_one_way, lambda f, b, moves: max(f + b, 2 * moves)),
-        "too_good": _seconds(_right_one_way, lambda f, b, moves: max(f, b, moves)),
-        "wrong_overlap": _seconds(_right_one_way, lambda f, b, moves: f + b + moves),
-        "one_example": _seconds(_right_one_way, lambda f, b, moves: max(f, moves) + b),
-        "no_number": lambda *arguments: print(*arguments),
-    },
-    "33.B": {
         "nothing_moved": _inside(lambda module, store: Offload(module, to=store)),
         "moved_own": _inside(lambda module, store: Offload(to=store, min_bytes=0)),
         "too_few": _inside(lambda module, store: Offload(module, to=store, min_bytes=0, keep=100)),
@@ -611,7 +575,7 @@ WRONG = {
             _offload, lambda module, args, kwargs: (module(*args, **kwargs)[0].detach().requires_grad_(), 2.0)
         ),
     },
-    "33.C": {
+    "33.B": {
         "lost_sign": _kept(lambda tensor: tensor != 0),
         "lossy": _store(lambda tensor: (tensor.half(), tensor.dtype), lambda slot: slot[0].to(slot[1])),
         "too_large": _store(
@@ -635,7 +599,7 @@ WRONG = {
         "no_tensor": _kept(read=lambda slot: slot),
         "no_store": lambda: type("Store", (), {"write": lambda self, t: t, "read": lambda self, s: s}),
     },
-    "33.D": {
+    "33.C": {
         "moved_twice": each_by_itself,
         "other_strides": contiguous_back,
         "other_place": _views(offset=False),
@@ -663,32 +627,30 @@ WRONG = {
 }
 
 ALSO_WRONG = [
-    ("33.C", "other_content", ShortIndices),
-    ("33.C", "raised", bytes_for_a_mask(lambda mask, values: values if mask.bool() else mask)),
-    ("33.C", "raised", bytes_for_a_mask(lambda mask, values: _fill(-mask.bool(), values))),
-    ("33.C", "raised", bytes_for_a_mask(lambda mask, values: mask.double().masked_fill(mask.long(), 1))),
-    ("33.C", "mask_of_bytes", bytes_for_a_mask(lambda mask, values: values.masked_select(mask))),
-    ("33.C", "read_once", turned_after_reading),
-    ("33.C", "too_large", BitsInAList),
-    ("33.D", "keeps_slot", notes_with_slots),
-    ("33.C", "left_in_store", ValuesInTheStore),
-    ("33.C", "lossy", TinyIsZero),
-    ("33.D", "part_only", _views(flat=lambda tensor: tensor.flatten().view(torch.uint8))),
-    ("33.C", "lost_sign", _kept(bits_of_float32)),
-    ("33.C", "lost_sign", _kept(signs_of_real_numbers)),
-    ("33.C", "no_store", lambda: zeros_store().write),
-    ("33.D", "moved_twice", lambda store: lambda tensor: lambda: pack_views(store)(tensor)()),
+    ("33.B", "other_content", ShortIndices),
+    ("33.B", "raised", bytes_for_a_mask(lambda mask, values: values if mask.bool() else mask)),
+    ("33.B", "raised", bytes_for_a_mask(lambda mask, values: _fill(-mask.bool(), values))),
+    ("33.B", "raised", bytes_for_a_mask(lambda mask, values: mask.double().masked_fill(mask.long(), 1))),
+    ("33.B", "mask_of_bytes", bytes_for_a_mask(lambda mask, values: values.masked_select(mask))),
+    ("33.B", "read_once", turned_after_reading),
+    ("33.B", "too_large", BitsInAList),
+    ("33.C", "keeps_slot", notes_with_slots),
+    ("33.B", "left_in_store", ValuesInTheStore),
+    ("33.B", "lossy", TinyIsZero),
+    ("33.C", "part_only", _views(flat=lambda tensor: tensor.flatten().view(torch.uint8))),
+    ("33.B", "lost_sign", _kept(bits_of_float32)),
+    ("33.B", "lost_sign", _kept(signs_of_real_numbers)),
+    ("33.B", "no_store", lambda: zeros_store().write),
+    ("33.C", "moved_twice", lambda store: lambda tensor: lambda: pack_views(store)(tensor)()),
 ]
 
 RIGHT = [
-    ("33.A", lambda *given: torch.tensor(step_seconds(*given))),
-    ("33.A", lambda *given: Fraction(step_seconds(*given))),
-    ("33.C", _store(_in_a_function, lambda slot: zeros_store().read(slot()))),
+    ("33.B", _store(_in_a_function, lambda slot: zeros_store().read(slot()))),
     (
-        "33.C",
+        "33.B",
         _store(lambda tensor: WithSlots(zeros_store().write(tensor)), lambda slot: zeros_store().read(slot.content)),
     ),
-    ("33.C", Compressed),
-    ("33.C", bytes_for_a_mask(lambda mask, values: _fill(mask.bool(), values))),
-    ("33.C", FreedWithItsSlot),
+    ("33.B", Compressed),
+    ("33.B", bytes_for_a_mask(lambda mask, values: _fill(mask.bool(), values))),
+    ("33.B", FreedWithItsSlot),
 ]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hooklab.course.checks.n35_checkpointing import buffers_once, cheapest, copies, note, put
+from hooklab.course.checks.n35_checkpointing import buffers_once, copies, note, put
 from hooklab.course.checks.n35_handmade import by_hand, faithful, frugal, random_as
 
 # ---- 35.A: a checkpoint that remembers the random numbers ----
@@ -117,48 +117,7 @@ def one_state_for_all(block, x):
 
 _LAST: dict = {}
 
-# ---- 35.B: the cheapest plan under a budget ----
-
-
-def _chosen(key, *, fits=lambda cost, budget: cost[1] <= budget, sizes=lambda n: range(n + 1), keep_zero=False):
-    """A wrong answer: another key, another test, other sizes."""
-
-    def answer(count, layers, budget):
-        plans = [
-            {name: size for name, size in zip(layers, chosen, strict=True) if size or keep_zero}
-            for chosen in itertools.product(*[sizes(n) for n in layers.values()])
-        ]
-        fitting = [plan for plan in plans if fits(count(plan), budget)]
-        if not fitting:
-            raise ValueError("nothing fits")
-        return min(fitting, key=lambda plan: key(count(plan)))
-
-    return answer
-
-
-def returns_none(count, layers, budget):
-    try:
-        return cheapest(count, layers, budget)
-    except ValueError:
-        return None
-
-
-def index_error(count, layers, budget):
-    try:
-        return cheapest(count, layers, budget)
-    except ValueError:
-        return [][0]
-
-
-def empties_the_layers(count, layers, budget):
-    names = {}
-    while layers:
-        name, blocks = layers.popitem()
-        names = {name: blocks, **names}
-    return cheapest(count, names, budget)
-
-
-# ---- 35.C: a checkpoint that frees what it has handed out ----
+# ---- 35.B: a checkpoint that frees what it has handed out ----
 
 
 def _frugal(*, store=dict, keep=torch.Tensor.detach):
@@ -259,7 +218,7 @@ def runs_before(block, x):
     return frugal(block, x)
 
 
-# ---- 35.D: buffers as after one forward ----
+# ---- 35.C: buffers as after one forward ----
 
 
 def _second_only(block):
@@ -422,19 +381,6 @@ WRONG = {
         "returned_nothing": lambda block, x: print(end=str(faithful(block, x))[:0]),
     },
     "35.B": {
-        "changed_given": empties_the_layers,
-        "over_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[0] <= budget),
-        "too_much_work": _chosen(lambda cost: cost[1:]),
-        "higher_peak": _chosen(lambda cost: cost[2]),
-        "exact_budget": _chosen(lambda cost: cost[:0:-1], fits=lambda cost, budget: cost[1] < budget),
-        "never_asked": _chosen(lambda cost: cost[:0:-1], sizes=range),
-        "unfit": _chosen(lambda cost: cost[:0:-1], keep_zero=True),
-        "no_error": returns_none,
-        "gave_up": _chosen(lambda cost: cost[:0:-1], sizes=lambda n: [s for s in range(n + 1) if not s or not n % s]),
-        "other_error": index_error,
-        "wrong_type": lambda count, layers, budget: list(cheapest(count, layers, budget)),
-    },
-    "35.C": {
         "kept_recomputed": by_hand,
         "freed_at_the_end": frees_at_the_end,
         "mixed_up": the_last_block,
@@ -457,7 +403,7 @@ WRONG = {
         "hooks_left": faithful_leaves_hooks,
         "returned_nothing": lambda block, x: print(end=str(frugal(block, x))[:0]),
     },
-    "35.D": {
+    "35.C": {
         "wrong_gradients": _second_only,
         "wrong_buffers": _no_finally,
         "never_updated": _puts_found_back,
@@ -502,20 +448,8 @@ def seeds_in_pack(block, x):
         return block(x)
 
 
-def only_divisors(count, layers, budget):
-    """Tries no plan in which the last segment of a layer is a shorter one."""
-    sizes = [[0, *(size for size in range(1, n + 1) if n % size == 0)] for n in layers.values()]
-    plans = [
-        {name: size for name, size in zip(layers, each, strict=True) if size} for each in itertools.product(*sizes)
-    ]
-    fitting = [plan for plan in plans if count(plan)[1] <= budget]
-    if not fitting:
-        raise ValueError("no plan fits")
-    return min(fitting, key=lambda plan: (count(plan)[2], count(plan)[1]))
-
-
 def buffers_in_a_list(keep, *, now=None, restores="finally"):
-    """35.D with the buffers themselves in a closure; what is kept of each, and when it is put back, is given."""
+    """35.C with the buffers themselves in a closure; what is kept of each, and when it is put back, is given."""
 
     def answer(block):
         buffers, found = list(block.buffers()), []
@@ -544,21 +478,8 @@ def buffers_in_a_list(keep, *, now=None, restores="finally"):
     return answer
 
 
-def sizes_beyond_the_layer(count, layers, budget):
-    """One segment of six blocks, in a layer of two, is one segment of two."""
-    most, fitting = max(layers.values()), []
-    for sizes in itertools.product(range(most, -1, -1), repeat=len(layers)):
-        plan = {name: size for name, size in zip(layers, sizes, strict=True) if size}
-        _, peak, work = count(plan)
-        if peak <= budget:
-            fitting.append((work, peak, len(fitting), plan))
-    if not fitting:
-        raise ValueError("nothing fits")
-    return min(fitting)[-1]
-
-
 def raises_its_own(block):
-    """35.D: in place of an error of the block comes another, which tells of it."""
+    """35.C: in place of an error of the block comes another, which tells of it."""
     first, second = buffers_once(block)
 
     class Second:
@@ -578,21 +499,18 @@ ALSO_WRONG = [
     ("35.A", "wrong_mask", checkpoint_by_seed),
     ("35.A", "other_dropout", dropped_twice),
     ("35.A", "other_numbers", seeds_in_pack),
-    ("35.B", "gave_up", only_divisors),
-    ("35.B", "over_budget", lambda count, layers, budget: {}),
-    ("35.C", "no_tensor", _frugal_list(lambda again, index: [again[index]])),
-    ("35.C", "other_shape", _frugal_list(lambda again, index: again[0])),
-    ("35.D", "wrong_gradients", by_state_dict),
-    ("35.D", "wrong_buffers", buffers_in_a_list(torch.Tensor.tolist, restores="never")),
-    ("35.D", "wrong_buffers", buffers_in_a_list(torch.Tensor.tolist, restores="without error")),
-    ("35.D", "wrong_buffers", buffers_in_a_list(lambda buffer: buffer.numpy().copy(), restores="never")),
-    ("35.D", "start_not_copied", buffers_in_a_list(torch.Tensor.numpy)),
-    ("35.D", "now_not_copied", buffers_in_a_list(torch.Tensor.tolist, now=torch.Tensor.numpy)),
-    ("35.D", "now_not_copied", buffers_in_a_list(torch.clone, now=torch.Tensor.detach)),
-    ("35.D", "recompute_error", raises_its_own),
+    ("35.B", "no_tensor", _frugal_list(lambda again, index: [again[index]])),
+    ("35.B", "other_shape", _frugal_list(lambda again, index: again[0])),
+    ("35.C", "wrong_gradients", by_state_dict),
+    ("35.C", "wrong_buffers", buffers_in_a_list(torch.Tensor.tolist, restores="never")),
+    ("35.C", "wrong_buffers", buffers_in_a_list(torch.Tensor.tolist, restores="without error")),
+    ("35.C", "wrong_buffers", buffers_in_a_list(lambda buffer: buffer.numpy().copy(), restores="never")),
+    ("35.C", "start_not_copied", buffers_in_a_list(torch.Tensor.numpy)),
+    ("35.C", "now_not_copied", buffers_in_a_list(torch.Tensor.tolist, now=torch.Tensor.numpy)),
+    ("35.C", "now_not_copied", buffers_in_a_list(torch.clone, now=torch.Tensor.detach)),
+    ("35.C", "recompute_error", raises_its_own),
 ]
 
 RIGHT = [
-    ("35.D", buffers_in_a_list(torch.Tensor.tolist)),
-    ("35.B", sizes_beyond_the_layer),
+    ("35.C", buffers_in_a_list(torch.Tensor.tolist)),
 ]
