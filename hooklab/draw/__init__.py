@@ -243,14 +243,14 @@ def feature_maps(tensor: Tensor) -> Picture:
 def memory(saved: SavedTensors) -> Picture:
     """What autograd holds for backward: it grows while the forward saves tensors, and shrinks while backward frees them.
 
-    Each tensor that is saved or let go is one step to the right, and so is each that a checkpoint recomputes. Each
+    Each tensor that is saved or freed is one step to the right, and so is each that a checkpoint recomputes. Each
     memory is counted once, parameters and buffers are not. The bands are the parts of the model.
 
     Args:
         saved: what `hooklab.saved_tensors` returned, best after backward.
 
     Returns:
-        A `Picture`. `.facts`: how many were saved and let go, and the bytes held at the most and at the end. Above 20,000
+        A `Picture`. `.facts`: how many were saved and freed, and the bytes held at the most and at the end. Above 20,000
         events there are the facts, and the reason why nothing is drawn.
 
     Raises:
@@ -264,7 +264,7 @@ def memory(saved: SavedTensors) -> Picture:
         ...     y = x.exp().sum()
         >>> y.backward()
         >>> print(memory(saved).facts)
-        saved: 1, let go: 1
+        saved: 1, freed: 1
         held at most: 12 bytes
         held at the end: 0 bytes
     """
@@ -273,7 +273,7 @@ def memory(saved: SavedTensors) -> Picture:
     if not saved.held:
         raise ValueError("memory: nothing has been saved yet; run a forward inside the block of saved_tensors")
     events = Counter(event for _, event in saved.events)
-    kinds = ("saved", "recomputed", "let go") if events["recomputed"] else ("saved", "let go")
+    kinds = ("saved", "recomputed", "freed") if events["recomputed"] else ("saved", "freed")
     facts = (
         f"{', '.join(f'{kind}: {events[kind]:,}' for kind in kinds)}\n"
         f"held at most: {max(saved.held):,} bytes\nheld at the end: {saved.held[-1]:,} bytes"

@@ -249,13 +249,13 @@ def memory(saved: SavedTensors) -> str:
                 axes.text((begin + end) / 2, top * 0.93, part[-1], ha="center", fontsize=7)
         axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)
         axes.stairs(held[1:], range(len(held)), color=BLUE, lw=1.2, baseline=None)
-        first = next((i for i, (_, event) in enumerate(saved.events) if event == "let go"), None)
+        first = next((i for i, (_, event) in enumerate(saved.events) if event == "freed"), None)
         if first is not None:
-            axes.axvline(first, color=ORANGE, lw=1, ls="--", label="the first is let go")
+            axes.axvline(first, color=ORANGE, lw=1, ls="--", label="the first is freed")
             figure.legend(loc="outside lower right", frameon=False)
         axes.set_xlim(0, len(held) - 1)
         axes.set_ylim(0, top)
-        axes.set_xlabel("event: one tensor saved or let go")
+        axes.set_xlabel("event: one tensor saved or freed")
         axes.set_ylabel(f"{name} held for backward")
         axes.spines[["top", "right"]].set_visible(False)
     return out[0]

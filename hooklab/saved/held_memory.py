@@ -52,7 +52,7 @@ class Held:
 
     @eager
     def __del__(self) -> None:
-        self.log.append((self.record, "let go"))
+        self.log.append((self.record, "freed"))
 
 
 class Dropped(Held):
@@ -74,7 +74,7 @@ class Dropped(Held):
     def __del__(self) -> None:
         if self.lives:
             self.lives = False
-            self.log.append((self.record, "let go"))
+            self.log.append((self.record, "freed"))
 
 
 class Storages:

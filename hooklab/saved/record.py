@@ -42,7 +42,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         self.misses_recomputation = False  # True if a checkpoint saved something outside the model's layers
         self._model = None if model is None else weakref.ref(model)
         self._saved: list[SavedTensor] = []
-        self._log: list[tuple[SavedTensor, str]] = []  # each with "saved", "recomputed" or "let go"
+        self._log: list[tuple[SavedTensor, str]] = []  # each with "saved", "recomputed" or "freed"
         self._storages = Storages()
         self._modules: ModuleStack | None = None  # both while the block is open
         self._contexts: ExitStack | None = None
@@ -68,7 +68,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         held, now, holders = [], 0, Counter[int]()
         sizes = _by_storage(record for record, _ in self._log if not record.owner)
         for record, event in self._log:
-            change = -1 if event == "let go" else 1
+            change = -1 if event == "freed" else 1
             holders[record.storage] += change
             if holders[record.storage] == max(change, 0):  # the first tensor to hold it, or the last
                 now += change * sizes.get(record.storage, 0)
@@ -77,7 +77,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        """The module of each event's tensor, and `"saved"`, `"recomputed"` (by a checkpoint) or `"let go"`."""
+        """The module of each event's tensor, and `"saved"`, `"recomputed"` (by a checkpoint) or `"freed"`."""
         return [(record.module, event) for record, event in self._log]
 
     def table(self) -> str:

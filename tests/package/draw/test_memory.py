@@ -19,10 +19,10 @@ def test_the_picture_says_what_is_held_at_most_and_at_the_end():
     y.backward()
     picture = draw.memory(saved)
     assert picture.facts.splitlines() == [
-        "saved: 2, let go: 2", "held at most: 8,000 bytes", "held at the end: 0 bytes",
+        "saved: 2, freed: 2", "held at most: 8,000 bytes", "held at the end: 0 bytes",
     ]  # fmt: skip
     assert "KiB held for backward" in picture.svg
-    assert "the first is let go" in picture.svg
+    assert "the first is freed" in picture.svg
 
 
 @pytest.mark.parametrize(("elements", "unit"), [(10, "bytes"), (1000, "KiB"), (10**6, "MiB"), (10**9, "GiB")])

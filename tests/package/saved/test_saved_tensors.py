@@ -1,4 +1,4 @@
-"""`saved_tensors`: what autograd saves, counted and named, and let go again."""
+"""`saved_tensors`: what autograd saves, counted and named, and freed again."""
 
 import contextlib
 import copy
@@ -347,7 +347,7 @@ def test_what_is_held_grows_in_forward_and_shrinks_in_backward():
     assert saved.held == [400, 800, 1200]
     y.sum().backward()
     assert saved.held == [400, 800, 1200, 800, 400, 0]
-    assert [event for _, event in saved.events] == ["saved"] * 3 + ["let go"] * 3
+    assert [event for _, event in saved.events] == ["saved"] * 3 + ["freed"] * 3
 
 
 def test_memory_shared_by_two_saves_is_let_go_with_the_second():
@@ -444,7 +444,7 @@ def test_what_is_recomputed_counts_until_backward_has_used_it():
     y.sum().backward(retain_graph=True)
     for _ in range(2):  # the second backward recomputes once more
         assert saved.events[-4:] == [
-            ("0", "recomputed"), ("1", "recomputed"), ("1", "let go"), ("0", "let go"),
+            ("0", "recomputed"), ("1", "recomputed"), ("1", "freed"), ("0", "freed"),
         ]  # fmt: skip
         assert saved.held[-4:] == [800, 1200, 800, 400]
         y.sum().backward(retain_graph=True)
