@@ -1,5 +1,5 @@
 # hooklab: `make lab` opens the course, `make test` runs the tests. Both set up what they need.
-# Without make (Windows): `uv run jupyter lab notebooks/00_start_here.ipynb` and `uv run pytest`.
+# Without make (Windows): `uv run hooklab lab` and `uv run pytest`.
 SHELL := /bin/sh
 PYTHON ?= python3
 # uv from the PATH when it is recent enough, else a private copy under .tools/.
@@ -23,7 +23,7 @@ help:
 	@echo "make test-long      run the rest, with coverage, then the notebooks with other threads and instructions"
 	@echo "make test-portable  run the notebooks in other settings: SETTINGS='default-1 native-2 as-is fresh'"
 	@echo "make refresh        run every notebook again and store its outputs in normal form"
-	@echo "make lint           check style and types (make format mends the style)"
+	@echo "make lint           check style and types (make format fixes the style)"
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make bench          measure speed against the budgets"
 
@@ -37,8 +37,8 @@ help:
 	       echo "         Install uv by hand, no root needed: https://docs.astral.sh/uv/ , then run make again."; exit 1; }
 
 $(READY): pyproject.toml $(wildcard labextension/* labextension/*/* labextension/*/*/*) | $(UV_NEEDED)
-	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 .venv（第一次要几分钟，Linux 上约 5 GB）……"
-	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (some minutes the first time, about 5 GB on Linux) ..."
+	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 .venv（第一次要几分钟，Linux 上约 6 GB）……"
+	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (some minutes the first time, about 6 GB on Linux) ..."
 	@$(UV) sync || { \
 	  echo "hooklab: 安装中断，原因见上面几行。再运行一次 make 即可，下载过的不会重来；下载慢，就先在 UV_DEFAULT_INDEX 里设镜像。"; \
 	  echo "hooklab: the installation stopped, for the reason above. Run make again: what has been downloaded is kept;"; \
