@@ -1,12 +1,14 @@
 """The learner's own copy of the notebooks: new versions come in, and what the learner has written stays.
 
 A copy counts as touched when the source of a cell differs from what was copied; outputs and metadata do not count. What was
-copied is noted in a hidden file beside the notebooks.
+copied is noted in a hidden file beside the notebooks. The pages that answer questions lie beside the notebooks too: JupyterLab
+opens nothing above the folder it serves.
 """
 
 import hashlib
 import json
 import platform
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,8 +18,10 @@ from typing import Any
 __all__ = ["Update", "update"]
 
 NOTES = ".hooklab.json"
-BESIDE = ("images", "SOURCES.md")  # what the notebooks show or link to
-HIDDEN = ("images", "*.md")  # from the file browser
+PAGES = ("SOURCES.md", "../QUESTIONS*.md", "../docs/cheatsheet*.md", "../docs/glossary.md")  # seen from the notebooks
+LINK_ELSEWHERE = re.compile(r"\]\((?:\.\./)?(?:docs/|notebooks/)?(?=[\w.-]+\.(?:md|ipynb)\b)")
+FOLDERS = ("images", "data")  # what the notebooks show and read
+HIDDEN = (*FOLDERS, "*.md")  # from the file browser
 
 
 @dataclass
@@ -43,13 +47,15 @@ def update(course: Path, own: Path) -> Update:
     for notebook in notebooks:
         _bring(notebook, own / notebook.name, notes, report)
     _write(own / NOTES, json.dumps(notes, indent=1))
-    for name in BESIDE:
-        _copy_beside(course / name, own / name)
+    for folder in FOLDERS:
+        shutil.copytree(course / folder, own / folder, dirs_exist_ok=True)
+    for page in [page for pattern in PAGES for page in course.glob(pattern)]:
+        _write(own / page.name, _with_links_beside(page.read_text(encoding="utf-8")))
     return report
 
 
 def _bring(notebook: Path, copy: Path, notes: dict[str, dict[str, str]], report: Update) -> None:
-    content = notebook.read_text(encoding="utf-8")
+    content = _with_links_beside(notebook.read_text(encoding="utf-8"))
     version, noted = _digest([content]), notes.get(notebook.name, {})
     if not copy.exists():
         report.new.append(notebook.name)
@@ -64,6 +70,11 @@ def _bring(notebook: Path, copy: Path, notes: dict[str, dict[str, str]], report:
         report.replaced.append(notebook.name)
     _write(copy, _as_the_kernel_leaves_it(content))
     notes[notebook.name] = {"version": version, "sources": _sources(content)}
+
+
+def _with_links_beside(text: str) -> str:
+    """As the links read where notebooks and pages lie in one folder: `../docs/glossary.md` is `glossary.md` there."""
+    return LINK_ELSEWHERE.sub("](", text)
 
 
 def _sources(content: str) -> str:
@@ -98,13 +109,6 @@ def _read_notes(own: Path) -> dict[str, Any]:
         return dict(json.loads((own / NOTES).read_text(encoding="utf-8")))
     except (OSError, ValueError):  # without notes every copy counts as touched, and nothing is lost
         return {}
-
-
-def _copy_beside(there: Path, here: Path) -> None:
-    if there.is_dir():
-        shutil.copytree(there, here, dirs_exist_ok=True)
-    elif there.exists():
-        shutil.copyfile(there, here)
 
 
 def _write(path: Path, text: str) -> None:

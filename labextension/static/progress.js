@@ -4,13 +4,20 @@
 
 const WORDS = {
   zh: { title: "课程进度", minutes: "分钟", predictions: "预测", exercises: "练习", next: "接下来", fast: "快速路线", reset: "重新开始计进度",
+        lookUp: "查一查", questions: "报错或现象 → 问题索引", cheatsheet: "每种钩子 → 速查表", glossary: "一个词 → 词汇表",
         sure: "忘掉所有进度？笔记本里写的东西不受影响。", none: "读不到进度：服务器没有应答。" },
   en: { title: "Progress", minutes: "min", predictions: "predictions", exercises: "exercises", next: "next", fast: "fast track", reset: "Reset progress",
+        lookUp: "Look it up", questions: "an error or a symptom → questions", cheatsheet: "every hook → cheat sheet", glossary: "a word → glossary",
         sure: "Forget all progress? What you have written in the notebooks stays.", none: "No progress to show: the server did not answer." },
 };
 const BOTH = Object.fromEntries(Object.keys(WORDS.en).map((key) => [key, `${WORDS.zh[key]} · ${WORDS.en[key]}`]));
 const CATEGORY = "hooklab 课程 Course";
-const FOLDERS = ["", "my-notebooks", "notebooks"];
+const FOLDERS = ["", "my-notebooks", "notebooks", "docs"];
+const PAGES = { // each in the language of the panel
+  questions: { zh: "QUESTIONS.zh-CN.md", en: "QUESTIONS.md" },
+  cheatsheet: { zh: "cheatsheet.zh-CN.md", en: "cheatsheet.md" },
+  glossary: { zh: "glossary.md", en: "glossary.md" },
+};
 
 export function showProgress(app, palette, language, { Widget }, { ServerConnection }, { NotebookActions }, { Dialog, showDialog }) {
   const { serverSettings, contents } = app.serviceManager;
@@ -34,11 +41,11 @@ export function showProgress(app, palette, language, { Widget }, { ServerConnect
     return node;
   }
 
-  async function open(file) {
+  async function open(file, factory) {
     for (const folder of FOLDERS) {
       const path = folder ? `${folder}/${file}` : file;
       const found = await contents.get(path, { content: false }).catch(() => null);
-      if (found) return app.commands.execute("docmanager:open", { path });
+      if (found) return app.commands.execute("docmanager:open", { path, factory });
     }
   }
 
@@ -46,10 +53,21 @@ export function showProgress(app, palette, language, { Widget }, { ServerConnect
     return names.filter((name) => done[name] === "done").length;
   }
 
+  function linkTo(text, file, factory) {
+    const link = make("button", text, { class: "hooklab-progress-link" });
+    link.addEventListener("click", () => open(file, factory));
+    return link;
+  }
+
+  function pages() {
+    const links = Object.entries(PAGES).map(([name, { zh, en }]) =>
+      make("li", linkTo(words()[name], language() === "en" ? en : zh, "Markdown Preview")));
+    return make("section", [make("h3", words().lookUp), make("ul", links)]);
+  }
+
   function row(book, done, isNext) {
     const told = words();
-    const link = make("button", `${book.number} ${inLanguage(book)}`, { class: "hooklab-progress-link" });
-    link.addEventListener("click", () => open(book.file));
+    const link = linkTo(`${book.number} ${inLanguage(book)}`, book.file);
     const kinds = ["predictions", "exercises"];
     const counts = kinds.map((kind) => `${told[kind]} ${count(book[kind], done)}/${book[kind].length}`);
     const all = book.predictions.length + book.exercises.length;
@@ -68,7 +86,7 @@ export function showProgress(app, palette, language, { Widget }, { ServerConnect
       make("section", [make("h3", inLanguage(part)), make("ul", part.notebooks.map((book) => row(book, done, book === next)))]));
     const reset = make("button", words().reset, { class: "jp-mod-styled" });
     reset.addEventListener("click", forget);
-    widget.node.replaceChildren(make("h2", words().title), ...sections, reset);
+    widget.node.replaceChildren(make("h2", words().title), ...sections, pages(), reset);
   }
 
   async function forget() {

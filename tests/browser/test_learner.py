@@ -41,8 +41,11 @@ SAID = {
 @pytest.fixture
 def course(tmp_path):
     """A copy of the course, so that a new version can be made of it."""
-    folder = tmp_path / "course"
+    folder = tmp_path / "course" / "notebooks"
     shutil.copytree(notebook_form.NOTEBOOKS, folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    shutil.copytree(notebook_form.ROOT / "docs", folder.parent / "docs")
+    for page in notebook_form.ROOT.glob("QUESTIONS*.md"):
+        shutil.copy(page, folder.parent)
     return folder
 
 
@@ -187,6 +190,41 @@ def test_the_switch_is_a_stop_of_the_tab_key_and_the_panel_can_be_read(course, t
         link.focus()
         page.keyboard.press("Enter")
         lab.wait_until(page, "() => jupyterapp.shell.currentWidget?.context?.path === '11_reading_gradients.ipynb'")
+        lab.wait_until_drawn(page)
+        lab.close_notebook(page)
+
+
+PAGES = {
+    "zh": [("问题索引", "QUESTIONS.zh-CN.md"), ("速查表", "cheatsheet.zh-CN.md"), ("词汇表", "glossary.md")],
+    "en": [("questions", "QUESTIONS.md"), ("cheat sheet", "cheatsheet.md"), ("glossary", "glossary.md")],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("language", PAGES)
+def test_the_pages_that_answer_questions_are_a_click_away_and_lead_back(course, tmp_path, language):
+    own = tmp_path / "own"
+    update(course, own)
+    with lab.page_on(own, locale={"zh": "zh-CN", "en": "en-US"}[language], viewport=SIZES["wide"]) as page:
+        lab.open_notebook(page, FIRST)
+        lab.ask(page, "async app => { await app.commands.execute('hooklab:progress'); }")
+        panel, front = page.locator(".hooklab-progress"), page.locator(f"{lab.FRONT} .jp-MarkdownOutput")
+        opened = "name => jupyterapp.shell.currentWidget?.context?.path === name"
+        shown = page.locator(".jp-MarkdownViewer:visible")
+        for text, name in PAGES[language]:
+            for link in (panel.get_by_role("button", name=text), front.get_by_role("link", name=text, exact=True)):
+                link.click()
+                lab.wait_until(page, opened, name)
+                expect(shown.locator("table").first).to_be_visible()
+                picture(page, f"{language}.{name}")
+                lab.ask(page, "(app, page) => page.dispose()")
+                lab.open_notebook(page, FIRST)
+        lab.close_notebook(page)
+
+        # A question leads to the notebook that answers it.
+        panel.get_by_role("button", name=PAGES[language][0][0]).click()
+        shown.locator("a", has_text="11").first.click()
+        lab.wait_until(page, opened, "11_reading_gradients.ipynb")
         lab.wait_until_drawn(page)
         lab.close_notebook(page)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -30,13 +31,16 @@ def edit(path, source):
 
 @pytest.fixture
 def course(tmp_path):
-    folder = tmp_path / "course"
-    folder.mkdir()
+    folder = tmp_path / "course" / "notebooks"
+    folder.mkdir(parents=True)
     for name in ("11_a.ipynb", "12_b.ipynb"):
         write(folder, name, "def halve(grad): ...", "1 + 1")
     (folder / "images").mkdir()
     (folder / "images" / "map.svg").write_text("<svg/>")
     (folder / "SOURCES.md").write_text("# Sources")
+    (folder.parent / "QUESTIONS.md").write_text("[why](notebooks/11_a.ipynb#cell-id=why) [中文](QUESTIONS.zh-CN.md)")
+    (folder.parent / "docs").mkdir()
+    (folder.parent / "docs" / "glossary.md").write_text("[a](../notebooks/11_a.ipynb) [b](https://docs/notebooks/b.md)")
     return folder
 
 
@@ -50,6 +54,25 @@ def test_the_first_time_everything_is_copied_with_what_the_notebooks_show(course
     assert sources(own / "11_a.ipynb") == sources(course / "11_a.ipynb")
     assert (own / "images" / "map.svg").exists()
     assert (own / "SOURCES.md").exists()
+
+
+def test_pages_that_answer_questions_lie_beside_with_their_links(course, own):
+    write(course, "11_a.ipynb", "[errors](../QUESTIONS.md) [words](../docs/glossary.md) [next](12_b.ipynb)")
+    update(course, own)
+    assert (own / "QUESTIONS.md").read_text() == "[why](11_a.ipynb#cell-id=why) [中文](QUESTIONS.zh-CN.md)"
+    assert (own / "glossary.md").read_text() == "[a](11_a.ipynb) [b](https://docs/notebooks/b.md)"
+    assert sources(own / "11_a.ipynb") == ["[errors](QUESTIONS.md) [words](glossary.md) [next](12_b.ipynb)"]
+    assert update(course, own) == Update(), "a link that reads otherwise is no change"
+
+
+def test_every_page_of_the_course_comes_along_and_its_links_lead_to_what_is_there(own):
+    update(notebook_form.NOTEBOOKS, own)
+    pages = {"SOURCES.md", "QUESTIONS.md", "QUESTIONS.zh-CN.md", "cheatsheet.md", "cheatsheet.zh-CN.md", "glossary.md"}
+    assert {path.name for path in own.glob("*.md")} == pages
+    for path in [*map(own.joinpath, pages), own / command.FIRST]:
+        targets = re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
+        assert len(targets) > 5
+        assert [target for target in targets if not (own / target).exists()] == [], path.name
 
 
 def test_a_second_time_nothing_is_done(course, own):

@@ -263,6 +263,16 @@ RULE_DAMAGES = {
         lambda notebook: replace(notebook, "before", "00_start_here", "11_reading_gradients", "en"),
         prose_rules.same_links,
     ),
+    "the English edition of a page in the Chinese half": (
+        lambda notebook: [
+            replace(notebook, "before", "00_start_here.ipynb", "../QUESTIONS.md", half) for half in ("zh", "en")
+        ],
+        prose_rules.same_links,
+    ),
+    "a picture outside both languages": (
+        lambda notebook: replace(notebook, "kept-where", "<div", "![Map.](images/hook_map.svg)\n\n<div"),
+        prose_rules.two_languages,
+    ),
     "a term edited in one language": (
         lambda notebook: replace(notebook, "weights", "need no hook", "need no callback", "en"),
         prose_rules.glossary,

@@ -11,6 +11,7 @@ import nbformat
 import notebook_form
 import picture_rules
 import pytest
+import reference_pages
 import sources_table
 import yaml
 from nbconvert import ScriptExporter, SlidesExporter
@@ -27,6 +28,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *notebook_form.NOTEBOOKS.glob("*.md"), *
 # Of each, `name.md` and `name.zh-CN.md` say the same, each in its language.
 IN_TWO_LANGUAGES = ["README", "CONTRIBUTING", "docs/install", "docs/teaching", "docs/regression"]
 SLIDES = SlidesExporter()  # what `jupyter nbconvert --to slides` runs
+MAPS = {"en": notebook_form.NOTEBOOKS / "images/hook_map.svg", "zh": notebook_form.NOTEBOOKS / "images/hook_map.zh.svg"}
 CHAPTERS = {path.stem for path in notebook_form.paths()}
 
 
@@ -193,8 +195,9 @@ def test_the_language_switch_has_the_version_of_the_package():
 # ---- pictures and slides ----
 
 
-def test_the_map_of_hooks_is_what_the_notebook_observed():
-    svg = (notebook_form.NOTEBOOKS / "images/hook_map.svg").read_text(encoding="utf-8")
+@pytest.mark.parametrize("language", MAPS)
+def test_the_map_of_hooks_is_what_the_notebook_observed(language):
+    svg = MAPS[language].read_text(encoding="utf-8")
     dots = re.findall(r'data-hook="([^"]+)">.*?class="number"[^>]*>(\d+)<', svg)
     labels = [
         name
@@ -206,12 +209,21 @@ def test_the_map_of_hooks_is_what_the_notebook_observed():
     assert observed.splitlines() == [
         f"{number:>2} {name}" for name, number in sorted(dots, key=lambda dot: int(dot[1]))
     ]
-    assert sorted(labels) == sorted(name for name, _ in dots)
+    assert sorted(labels) == sorted(hook["name"][language] for hook in reference_pages.hooks())
 
 
-def test_the_map_of_hooks_reads_on_white_and_on_black():
-    svg = (notebook_form.NOTEBOOKS / "images/hook_map.svg").read_text(encoding="utf-8")
-    assert list(picture_rules.svg_problems(svg)) == []
+@pytest.mark.parametrize("language", MAPS)
+def test_the_map_of_hooks_reads_on_white_and_on_black(language):
+    assert list(picture_rules.svg_problems(MAPS[language].read_text(encoding="utf-8"))) == []
+
+
+def test_the_map_of_hooks_is_the_same_drawing_and_names_the_same_notebooks_in_both_languages():
+    english, chinese = (MAPS[language].read_text(encoding="utf-8") for language in ("en", "zh"))
+    for pattern in (r"<(?:rect|circle|path) [^>]*>", r'<text [^>]*?x="\d+" y="\d+"', r"\b\d\d\b(?=[^<>]*</text>)"):
+        left, right = (re.findall(pattern, svg) for svg in (english, chinese))
+        assert left == right, pattern
+        assert len(left) > 10
+    assert not HAN.search(english)
 
 
 def test_the_map_links_to_every_notebook_there_is():

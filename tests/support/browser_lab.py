@@ -269,8 +269,8 @@ def photograph_page(page, name: str) -> None:
     """Save what a person sees, tool bars and all, around the first drawn picture as NAME.page.png."""
     SCREENSHOTS.mkdir(exist_ok=True)
     page.set_viewport_size(PAGE)
-    kinds = ".jp-RenderedSVG, .jp-RenderedImage, .jp-MarkdownOutput img"
-    picture = page.locator(FRONT).locator(kinds)
+    kinds = (".jp-RenderedSVG", ".jp-RenderedImage", ".jp-MarkdownOutput img")
+    picture = page.locator(FRONT).locator(", ".join(f"{kind}:visible" for kind in kinds))
     if picture.count():
         picture.first.evaluate("it => it.scrollIntoView({ block: 'center' })")
     save(page, f"{name}.page", {"x": 0, "y": 0, **PAGE})

@@ -15,7 +15,6 @@ FORMULA = re.compile(r"\$([^$\n]+)\$")
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 TITLE = re.compile(r"\[\d\d [^\]]+\](?=\(\d\d_\w+\.ipynb)")  # of another notebook: no use of a term
 HEADING = re.compile(r"^#{1,3} .*$", re.MULTILINE)
-PICTURE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
 MAX_WORDS = 90  # "about 80"
 MAX_HAN = 180  # what 90 English words are in Chinese
 
@@ -33,7 +32,7 @@ def headings(notebook) -> Iterator[str]:
 
 def two_languages(notebook) -> Iterator[str]:
     for cell in _prose(notebook):
-        outside = PICTURE.sub("", HEADING.sub("", _outside_halves(cell.source))).strip()
+        outside = HEADING.sub("", _outside_halves(cell.source)).strip()
         if outside:
             yield f"{cell.id}: text outside the two languages: {outside[:40]!r}"
         languages = re.findall(r'<div lang="(\w+)">', cell.source)
@@ -84,7 +83,7 @@ def same_numbers(notebook) -> Iterator[str]:
 
 def same_links(notebook) -> Iterator[str]:
     for cell, zh, en in _pairs(notebook):
-        left, right = sorted(LINK.findall(zh)), sorted(LINK.findall(en))
+        left, right = sorted(LINK.findall(zh)), sorted(map(_in_chinese, LINK.findall(en)))
         if left != right and not {"zh-docs", "en-docs"} & set(cell.tags):
             yield f"{cell.id}: links differ: {left} and {right} (tag the cell zh-docs or en-docs if they should)"
 
@@ -196,6 +195,12 @@ def _pairs(notebook) -> Iterator[tuple[Cell, str, str]]:
     for cell in _prose(notebook):
         if list(cell.halves) == ["zh", "en"]:
             yield cell, cell.halves["zh"], cell.halves["en"]
+
+
+def _in_chinese(target: str) -> str:
+    """The Chinese edition of a page or a picture that has one: x.zh-CN.md beside x.md, x.zh.svg beside x.svg."""
+    editions = [re.sub(r"(\.\w+)$", rf".{language}\1", target) for language in ("zh", "zh-CN")]
+    return next((path for path in editions if (notebook_form.NOTEBOOKS / path).exists()), target)
 
 
 def _words_only(half: str) -> str:
