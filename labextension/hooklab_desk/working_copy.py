@@ -48,7 +48,8 @@ def update(course: Path, own: Path) -> Update:
         _bring(notebook, own / notebook.name, notes, report)
     _write(own / NOTES, json.dumps(notes, indent=1))
     for folder in FOLDERS:
-        shutil.copytree(course / folder, own / folder, dirs_exist_ok=True)
+        if (course / folder).is_dir():
+            shutil.copytree(course / folder, own / folder, dirs_exist_ok=True)
     for page in [page for pattern in PAGES for page in course.glob(pattern)]:
         _write(own / page.name, _with_links_beside(page.read_text(encoding="utf-8")))
     return report

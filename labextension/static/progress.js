@@ -4,7 +4,7 @@
 
 const WORDS = {
   zh: { title: "课程进度", minutes: "分钟", predictions: "预测", exercises: "练习", next: "接下来", fast: "快速路线", reset: "重新开始计进度",
-        lookUp: "查一查", questions: "报错或现象 → 问题索引", cheatsheet: "每种钩子 → 速查表", glossary: "一个词 → 词汇表",
+        lookUp: "查一查", questions: "报错或现象 → 问题索引", cheatsheet: "每种钩子 → 速查表", glossary: "一个词 → 术语表",
         sure: "忘掉所有进度？笔记本里写的东西不受影响。", none: "读不到进度：服务器没有应答。" },
   en: { title: "Progress", minutes: "min", predictions: "predictions", exercises: "exercises", next: "next", fast: "fast track", reset: "Reset progress",
         lookUp: "Look it up", questions: "an error or a symptom → questions", cheatsheet: "every hook → cheat sheet", glossary: "a word → glossary",

@@ -195,7 +195,7 @@ def test_the_switch_is_a_stop_of_the_tab_key_and_the_panel_can_be_read(course, t
 
 
 PAGES = {
-    "zh": [("问题索引", "QUESTIONS.zh-CN.md"), ("速查表", "cheatsheet.zh-CN.md"), ("词汇表", "glossary.md")],
+    "zh": [("问题索引", "QUESTIONS.zh-CN.md"), ("速查表", "cheatsheet.zh-CN.md"), ("术语表", "glossary.md")],
     "en": [("questions", "QUESTIONS.md"), ("cheat sheet", "cheatsheet.md"), ("glossary", "glossary.md")],
 }
 
