@@ -6,6 +6,7 @@ import string
 import pytest
 import torch
 from answers import WRONG
+from prose_rules import ODD
 
 from hooklab.course.words import FOLDER, LANGUAGES, Phrase, notebook_words, say, shared_words
 
@@ -42,6 +43,21 @@ def test_both_languages_have_the_same_keys_and_the_same_facts(stem):
         assert facts(words["zh"]) == facts(words["en"]), key
         assert HAN.search(words["zh"]) or words["zh"].strip() == words["en"].strip(), key
         assert not HAN.search(words["en"]), key
+
+
+def english(table):
+    """All that a table says in English, guesses and hints included."""
+    for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+        if isinstance(value, dict | list):
+            yield from english(value)
+        elif key == "en":
+            yield re.sub(r"`[^`]*`|{[^}]*}", "", value)
+
+
+@pytest.mark.parametrize("stem", [*FILES, "shared"])
+def test_messages_are_natural_english(stem):
+    odd = re.compile(rf"\b(?:{'|'.join(ODD)})", re.IGNORECASE)
+    assert [text for text in english(tables(stem)) if odd.search(text)] == []
 
 
 @pytest.mark.parametrize("stem", FILES)

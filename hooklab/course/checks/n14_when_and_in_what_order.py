@@ -31,7 +31,7 @@ def on_first_gradient(tensor, function):
     handle = tensor.register_hook(hook)
 
 
-FIRED = [  # after two backwards of `y`, which has a hook of `ours`; what `function` got is in `seen`
+FIRED = [  # after two backward passes of `y`, which has a hook of `ours`; what `function` got is in `seen`
     ("not_hung", lambda t: not t.seen and not t.hung),
     ("never_called", lambda t: not t.seen),
     ("called_again-still", lambda t: len(t.seen) > 1 and len(t.y._backward_hooks) > 1),
@@ -217,7 +217,7 @@ def final_gradient(tensor):
     return seen
 
 
-FINAL = [  # what two backwards leave: a hook before the answer's made 30 of 3, one after it 31, and `y`'s Node makes 62 of it
+FINAL = [  # what two backward passes leave: a hook before the answer's made 30 of 3, one after it 31, and `y`'s Node makes 62 of it
     ("nothing", lambda t: not t.got),
     ("too_early", lambda t: t.got[0] == [30.0, 30.0]),
     ("too_late", lambda t: t.got[0] == [62.0, 62.0] and not t.tensor.is_leaf),
