@@ -26,7 +26,7 @@ def check_environment() -> Message:
     zh, en = (
         "\n".join(f"{number}. {text}" for number, text in enumerate(half, 1)) for half in zip(*problems, strict=True)
     )
-    return Message("wrong", f"还差 {len(problems)} 项：\n{zh}", f"To be mended: {len(problems)}.\n{en}", "environment")
+    return Message("wrong", f"还差 {len(problems)} 项：\n{zh}", f"To fix: {len(problems)}.\n{en}", "environment")
 
 
 def main() -> None:

@@ -123,14 +123,14 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(shadow, damage, zh, en)
     assert zh in found.zh
     assert en in found.en
     assert all(re.search("uv sync|make lab|apt install graphviz", half) for half in (found.zh, found.en))
-    assert "To be mended: 1." in found.en
+    assert "To fix: 1." in found.en
 
 
 def test_everything_missing_is_listed_at_once(shadow):
     for damage in ("old_torch", "no_graphviz", "other_python", "no_switch"):
         shadow[damage]()
     found = lesson.check_environment()
-    assert "To be mended: 4." in found.en
+    assert "To fix: 4." in found.en
     assert "\n4. " in found.zh
 
 
