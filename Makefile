@@ -16,7 +16,7 @@ RUN := $(UV) run --quiet
 PYTEST := $(RUN) pytest -n auto --maxprocesses 4
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
-.PHONY: help lab test test-long test-portable refresh lint format bench screenshots clean
+.PHONY: help lab site site-serve test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
 	@echo "make test           run the tests: the package, the notebooks, the rules, one look in a browser"
@@ -25,6 +25,7 @@ help:
 	@echo "make refresh        run every notebook again and store its outputs in normal form"
 	@echo "make lint           check style and types (make format fixes the style)"
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
+	@echo "make site           build the course as a website, in both languages (make site-serve shows it)"
 	@echo "make bench          measure speed against the budgets"
 
 .tools/bin/uv:
@@ -86,6 +87,14 @@ format: $(READY)
 bench: $(READY)
 	@status=0; for file in tests/benchmarks/bench_*.py; do \
 	  UV_PROJECT_ENVIRONMENT=.venv-bench $(RUN) --group bench python $$file || status=1; echo; done; exit $$status
+
+# What only the site needs is added to the environment of the course.
+SITE := $(RUN) --group site python
+site: $(READY)
+	@$(SITE) docs/site/build.py
+
+site-serve: site
+	@echo "hooklab: http://127.0.0.1:8001/ (Ctrl+C ends it)"; $(SITE) -m http.server -b 127.0.0.1 -d docs/site/_build/html 8001
 
 clean:
 	rm -rf .venv .venv-bench .tools .pytest_cache .ruff_cache tests/screenshots

@@ -1,5 +1,5 @@
-"""The door for nbconvert: `--SlidesExporter.preprocessors=hooklab.export.Both` (or `Chinese`, `English`)."""
+"""The door for nbconvert: `--SlidesExporter.preprocessors=hooklab.export.Both` (or `Chinese`, `English`); and for the site."""
 
-from hooklab.course.export import Both, Chinese, English
+from hooklab.course.export import LANGUAGES, Both, Chinese, English, OneLanguage
 
-__all__ = ["Both", "Chinese", "English"]
+__all__ = ["LANGUAGES", "Both", "Chinese", "English", "OneLanguage"]

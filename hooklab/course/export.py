@@ -14,7 +14,7 @@ from nbformat import NotebookNode
 
 from hooklab.course.message import Message
 
-__all__ = ["Both", "Chinese", "English"]
+__all__ = ["LANGUAGES", "Both", "Chinese", "English", "OneLanguage"]
 
 # `## 3 中文 · English`; code in a fence, whose lines may look like it, is matched first and left alone.
 HEADING = re.compile(r"^(`{3,}|~{3,})[\s\S]*?^\1|^(#+ (?:[\d.]+ )?)(.+?) · (.+)$", re.MULTILINE)
@@ -89,11 +89,11 @@ class OneLanguage(Both):
     ) -> tuple[NotebookNode, dict[str, Any]]:
         """The cell without the other language, and the resources as they were."""
         if cell.cell_type == "markdown":
-            cell.source = HEADING.sub(self._heading, self._without(cell.source))
+            cell.source = HEADING.sub(self._heading, self.without(cell.source))
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "text/html" in data:
-                data["text/html"] = self._without(data["text/html"])
+                data["text/html"] = self.without(data["text/html"])
         return cell, resources
 
     def _heading(self, found: re.Match[str]) -> str:
@@ -101,7 +101,8 @@ class OneLanguage(Both):
         bilingual = not fence and [bool(CHINESE.search(half)) for half in halves] == [True, False]
         return start + halves[self.half] if bilingual else found[0]
 
-    def _without(self, text: str) -> str:
+    def without(self, text: str) -> str:
+        """`text` without the blocks in the other language."""
         kept, depth, end = "", 0, 0  # depth: of what goes
         for tag in DIV.finditer(text):
             if depth:
@@ -125,3 +126,6 @@ class English(OneLanguage):
     """Without Chinese."""
 
     other, half, language = "zh", 1, "en"
+
+
+LANGUAGES: dict[str, type[OneLanguage]] = {"zh": Chinese, "en": English}
