@@ -28,7 +28,9 @@ from hooklab.export import LANGUAGES  # noqa: E402
 BUILD = Path(os.environ.get("SITE_BUILD", HERE / "_build"))
 HTML = BUILD / "html"
 INVENTORIES = {"torch": "https://docs.pytorch.org/docs/stable/", "python": "https://docs.python.org/3/"}
-PAGEFIND = [sys.executable, "-m", "pagefind", "--site", str(HTML), "--root-selector", "article"]
+# npm has a newer Pagefind, which cuts Chinese into words as browsers do.
+PAGEFIND = ["npx", "--yes", "pagefind@1.6.0"] if shutil.which("npx") else [sys.executable, "-m", "pagefind"]
+PAGEFIND += ["--site", str(HTML), "--root-selector", "article"]
 PAGEFIND += ["--exclude-selectors", ".headerlink, .run, .report", "--glob", "{en,zh}/**/*.html"]
 
 
