@@ -70,7 +70,7 @@ def addresses() -> dict[str, str]:
 
 
 def inventories() -> dict[str, str]:
-    """The names that PyTorch and Python document, by file; without a network there are none, and the site says nothing of them."""
+    """Where PyTorch and Python document their names; empty without a network, and then these are no links."""
     found = {}
     for name, address in INVENTORIES.items():
         file = BUILD / f"{name}.inv"
@@ -90,8 +90,11 @@ def sphinx(builder: str, folder: str, *options: str) -> None:
     for language in LANGUAGES:
         command = [sys.executable, "-m", "sphinx", "-q", "-c", HERE, "-b", builder, *options]
         command += ["-d", BUILD / "trees" / language, BUILD / "src" / language, BUILD / folder / language]
-        running.append(subprocess.Popen(command, env=os.environ | {"SITE_LANGUAGE": language, "SITE_BUILD": str(BUILD)}))
-    if any([process.wait() for process in running]):
+        running.append(
+            subprocess.Popen(command, env=os.environ | {"SITE_LANGUAGE": language, "SITE_BUILD": str(BUILD)})
+        )
+    codes = [process.wait() for process in running]
+    if any(codes):
         sys.exit("site: not built, for the reason above")
 
 

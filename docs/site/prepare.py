@@ -113,7 +113,9 @@ class Edition:
 
     def field(self, source: str) -> str:
         """A field in place of `guess = None`."""
-        fields = (f'<label>{name}<input placeholder="None"></label>{note or ""}' for name, note in GUESS.findall(source))
+        fields = (
+            f'<label>{name}<input placeholder="None"></label>{note or ""}' for name, note in GUESS.findall(source)
+        )
         return f'<p class="guess">{"<br>".join(fields)}</p>'
 
     def fold(self, cells: list[NotebookNode], name: str) -> None:
@@ -151,7 +153,11 @@ class Edition:
             "Binder": f"https://mybinder.org/v2/gh/{self.repository}/main?labpath=notebooks/{name}",
             "Codespaces": f"https://codespaces.new/{self.repository}",
         }
-        kinds = {"both": ("下载（双语）", "Download (both languages)"), "zh": ("只下中文", "Chinese"), "en": ("只下英文", "English")}
+        kinds = {
+            "both": ("下载（双语）", "Download (both languages)"),
+            "zh": ("只下中文", "Chinese"),
+            "en": ("只下英文", "English"),
+        }
         downloads = {self.say(*words): f"../../notebooks/{kind}/{name}" for kind, words in kinds.items()}
         places = (there if self.repository else {}) | (downloads if notebook else {})
         links = "".join(f'<a href="{url}">{text}</a>' for text, url in places.items())
@@ -162,7 +168,9 @@ class Edition:
     def document(self, page: str, document: str) -> str:
         text = self.file(document).read_text("utf-8")
         if page == "limits":
-            text = re.sub(r"^## (\S+)$", lambda found: f"(limits-{found[1].lower()})=\n{found[0]}", text, flags=re.MULTILINE)
+            text = re.sub(
+                r"^## (\S+)$", lambda found: f"(limits-{found[1].lower()})=\n{found[0]}", text, flags=re.MULTILINE
+            )
         if page == "decisions/index":
             own = "\n".join(other.removeprefix("decisions/") for other in PAGES if other.startswith("decisions/0"))
             text += f"\n```{{toctree}}\n:hidden:\n\n{own}\n```\n"
@@ -224,7 +232,7 @@ def describe(cell: NotebookNode, output: NotebookNode) -> None:
 
 
 def one_language(text: str, split: OneLanguage) -> str:
-    """A page whose headings and table cells hold `中文 · English` or `中文<br>English`, and its paragraphs `中文<br>` and English."""
+    """A page in whose headings, paragraphs and table cells Chinese stands before ` · ` or `<br>`, and English after it."""
     half = split.half
 
     def paragraph(found: re.Match[str]) -> str:

@@ -9,7 +9,11 @@ from typing import Any
 PAGES = {
     "gradients": ("梯度", "Gradients", "hooklab.gradients: watch Watch scale clip zero clip_gradients ClipGradients"),
     "tracing": ("次序", "Order", "hooklab.tracing: trace Trace Event"),
-    "features": ("特征", "Features", "hooklab.layers.features: features Features, hooklab.layers.activation_gradients: with_grad"),
+    "features": (
+        "特征",
+        "Features",
+        "hooklab.layers.features: features Features, hooklab.layers.activation_gradients: with_grad",
+    ),
     "layers": (
         "层",
         "Layers",

@@ -19,7 +19,11 @@ def site(tmp_path_factory):
     """The folder with the pages, and next to it `epub`."""
     pytest.importorskip("sphinx", reason="`make test-long` installs what the site needs")
     build = tmp_path_factory.mktemp("site")
-    settings = {"SITE_BUILD": str(build), "GITHUB_REPOSITORY": "example/hooklab", "SITE_URL": "https://example.org/hooklab/"}
+    settings = {
+        "SITE_BUILD": str(build),
+        "GITHUB_REPOSITORY": "example/hooklab",
+        "SITE_URL": "https://example.org/hooklab/",
+    }
     command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--books"]
     built = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]

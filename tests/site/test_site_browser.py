@@ -43,7 +43,9 @@ def page(browser):
     context.close()
 
 
-@pytest.mark.parametrize(("language", "query", "wanted"), [(lang, *pair) for lang in SEARCHES for pair in SEARCHES[lang].items()])
+@pytest.mark.parametrize(
+    ("language", "query", "wanted"), [(lang, *pair) for lang in SEARCHES for pair in SEARCHES[lang].items()]
+)
 def test_search_finds_the_page(address, page, language, query, wanted):
     page.goto(f"{address}{language}/")
     found = page.evaluate(FIRST_THREE, query)
@@ -74,7 +76,10 @@ def test_no_page_is_wider_than_the_screen_or_logs_an_error(site, address, browse
     page, problems = context.new_page(), []
     page.on("console", lambda message: message.type == "error" and problems.append((page.url, message.text)))
     page.on("pageerror", lambda error: problems.append((page.url, str(error))))
-    page.on("request", lambda request: request.url.startswith((address, "data:")) or problems.append((page.url, request.url)))
+    page.on(
+        "request",
+        lambda request: request.url.startswith((address, "data:")) or problems.append((page.url, request.url)),
+    )
     for path in sorted(site.glob("??/*/index.html")):
         page.goto(f"{address}{path.parent.relative_to(site).as_posix()}/")
         if page.evaluate("document.documentElement.scrollWidth") > width:
@@ -84,7 +89,10 @@ def test_no_page_is_wider_than_the_screen_or_logs_an_error(site, address, browse
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["", "course/", "11_reading_gradients/", "36_the_memory_budget/", "questions/", "cheatsheet/", "api/gradients/"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "course/", "11_reading_gradients/", "36_the_memory_budget/", "questions/", "cheatsheet/", "api/gradients/"],
+)
 def test_axe_finds_nothing_serious(address, browser, name, scheme):
     context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900})
     page = context.new_page()
