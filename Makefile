@@ -13,7 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 READY := $(or $(UV_PROJECT_ENVIRONMENT),.venv)/.hooklab-ready
 RUN := $(UV) run --quiet
 # One process per core, four at the most: each holds a kernel with PyTorch loaded.
-PYTEST := $(RUN) pytest -n auto --maxprocesses 4
+PARALLEL := -n auto --maxprocesses 4
+PYTEST := $(RUN) pytest $(PARALLEL)
+# What only the site needs is added to the environment of the course.
+SITE := $(RUN) --group site python
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
 .PHONY: help lab site site-serve test test-long test-portable refresh lint format bench screenshots clean
@@ -57,7 +60,7 @@ screenshots: $(READY)
 	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs -m long tests/browser/test_browser.py
 
 test-long: $(READY)
-	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST) -m long --cov=hooklab --cov-report=term
+	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(SITE) -m pytest $(PARALLEL) -m long --cov=hooklab --cov-report=term
 	@$(MAKE) --no-print-directory test-portable
 
 # Each setting runs the notebooks once from top to bottom: INSTRUCTIONS-THREADS, or `as-is`, or `fresh`, in which every
@@ -88,8 +91,6 @@ bench: $(READY)
 	@status=0; for file in tests/benchmarks/bench_*.py; do \
 	  UV_PROJECT_ENVIRONMENT=.venv-bench $(RUN) --group bench python $$file || status=1; echo; done; exit $$status
 
-# What only the site needs is added to the environment of the course.
-SITE := $(RUN) --group site python
 site: $(READY)
 	@$(SITE) docs/site/build.py
 

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("site")]
 
 SEARCHES = {  # the page that should be among the first three
     "zh": {
-        "梯度裁剪": "25_clipping_gradients", "反向传播": "14_when_and_in_what_order", "卸载到磁盘": "34_offloading_to_disk",
+        "梯度裁剪": "25_clipping_gradients", "反向传播": "00_start_here", "卸载到磁盘": "34_offloading_to_disk",
         "中间张量的梯度": "11_reading_gradients", "特征": "24_extracting_features", "检查点": "35_checkpointing",
         "显存预算": "36_the_memory_budget", "锁页内存": "33_offloading_to_cpu", "叶子张量": "11_reading_gradients",
         "术语表": "glossary",

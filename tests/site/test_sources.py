@@ -28,7 +28,8 @@ def test_the_reference_has_every_public_call_in_both_languages():
 
 def test_without_an_address_of_the_repository_none_is_invented():
     unknown, known = prepare.Edition("en", ""), prepare.Edition("en", "example/hooklab")
-    links = "[limits](docs/limits.md#watch), [code](hooklab/gradients.py), [12](notebooks/12_changing_gradients.ipynb#cell-id=who)"
+    code, cell = "[code](hooklab/gradients.py)", "[12](notebooks/12_changing_gradients.ipynb#cell-id=who)"
+    links = f"[limits](docs/limits.md#watch), {code}, {cell}"
     assert unknown.links(links, "README.md") == "[limits](limits.md#watch), code, [12](12_changing_gradients.ipynb#who)"
     assert "[code](https://github.com/example/hooklab/blob/main/hooklab/gradients.py)" in known.links(
         links, "README.md"
