@@ -109,7 +109,7 @@ def hint(which: str | Exercise) -> Message:
     hints = task.hints()
     if _given[task.id] >= len(hints):
         zh = "提示都给完了。再卡住，就打开练习下面折叠的参考答案。"
-        return Message("note", zh, "That was the last hint. The folded solution stands below the exercise.")
+        return Message("note", zh, "That was the last hint. The solution is folded below the exercise.")
     given = hints[_given[task.id]]
     _given[task.id] += 1
     number = f"{_given[task.id]}/{len(hints)}"

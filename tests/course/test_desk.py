@@ -151,7 +151,7 @@ def hinted():
 def test_hints_come_one_by_one_and_end(hinted):
     texts = [check.hint(hinted).en for _ in range(4)]
     assert texts[:2] == ["Hint 1/2: See section 1.", "Hint 2/2: Use `clone`."]
-    assert texts[2] == texts[3] == "That was the last hint. The folded solution stands below the exercise."
+    assert texts[2] == texts[3] == "That was the last hint. The solution is folded below the exercise."
 
 
 def test_a_hint_is_offered_after_the_second_wrong_answer(hinted, monkeypatch):
