@@ -109,7 +109,7 @@ def hint(which: str | Exercise) -> Message:
     hints = task.hints()
     if _given[task.id] >= len(hints):
         zh = "提示都给完了。再卡住，就打开练习下面折叠的参考答案。"
-        return Message("note", zh, "That was the last hint. The folded solution stands below the exercise.")
+        return Message("note", zh, "That was the last hint. The solution is folded below the exercise.")
     given = hints[_given[task.id]]
     _given[task.id] += 1
     number = f"{_given[task.id]}/{len(hints)}"
@@ -160,7 +160,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     before = _another_value(first) if happened != first else ("", "")
     zh, en = before[0] + question.zh, before[1] + question.en
     if agree(guess, actual):
-        return Message("right", f"猜对了。{zh}", f"As you said. {en}")
+        return Message("right", f"猜对了。{zh}", f"Right. {en}")
     if close_by(guess, actual, question.near):
         return Message("right", f"差不多：实际是 `{happened}`。{zh}", f"Near enough: it is `{happened}`. {en}")
     if no_number(guess, actual):
@@ -177,7 +177,7 @@ def predict(which: str | Prediction, guess: Any, *, actual: Any) -> Message:
     return Message(
         "wrong",
         f"你猜的是 `{guessed}`，实际是 `{happened}`。{answered_zh}{zh}",
-        f"You said `{guessed}`; it is `{happened}`. {answered_en}{en}",
+        f"You guessed `{guessed}`; it is `{happened}`. {answered_en}{en}",
         "other" if named is None else "named",
     )
 

@@ -86,7 +86,7 @@ def _no_graphviz() -> tuple[str, str] | None:
         return (
             f"计算图画不出来（{why}）。请安装 Graphviz，例如 `apt install graphviz` 或 `conda install graphviz`；"
             "在此之前，计算图以文字显示。",
-            f"No graph can be drawn here ({why}). Install Graphviz, as by `apt install graphviz` or "
+            f"No graph can be drawn here ({why}). Install Graphviz, for example with `apt install graphviz` or "
             "`conda install graphviz`; until then graphs are shown as text.",
         )
     return None

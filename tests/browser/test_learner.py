@@ -28,7 +28,7 @@ SAID = {
         "count": "预测 1/2 · 练习 1/2",
     },
     "en": {
-        "named": "You said",
+        "named": "You guessed",
         "offer": "Stuck?",
         "hint": "Hint 1/2",
         "right": "Right.",

@@ -87,7 +87,7 @@ def test_a_damaged_file_counts_as_nothing_done(learn, tmp_path, content):
 def test_a_folder_that_cannot_be_written_stops_no_check(learn, tmp_path):
     (tmp_path / "hooklab").write_text("a file in its place")
     (message,) = learn("check.predict('00.1', 1, actual=1)")
-    assert message.startswith("As you said.")
+    assert message.startswith("Right.")
 
 
 def test_the_outline_is_that_of_the_notebooks():
@@ -104,7 +104,7 @@ def test_a_guess_whose_cell_raised_is_not_judged(learn):
         "guess = 1\ncheck.predict('00.2', guess, actual=1)",
     )  # fmt: skip
     assert stale.startswith("`guess` is an older one")
-    assert mended.startswith("As you said"), "a guess and its question may stand in one cell"
+    assert mended.startswith("Right."), "a guess and its question may stand in one cell"
 
 
 def test_without_the_set_up_cell_every_guess_counts(tmp_path):
@@ -113,7 +113,7 @@ def test_without_the_set_up_cell_every_guess_counts(tmp_path):
                "check.predict('00.2', guess, actual=2)")  # fmt: skip
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     NotebookClient(notebook, kernel_name=forked_kernels.NAME, timeout=60).execute()
-    assert [said(notebook.cells[number])[:11] for number in (2, 4)] == ["As you said"] * 2
+    assert [said(notebook.cells[number])[:6] for number in (2, 4)] == ["Right."] * 2
 
 
 def test_a_guess_for_another_question_is_not_judged(learn):
@@ -127,10 +127,10 @@ def test_a_guess_for_another_question_is_not_judged(learn):
         "check.predict('00.2', guess, actual=2)",
     )
     assert first == again
-    assert first.startswith("As you said")
+    assert first.startswith("Right.")
     assert other.startswith("`guess` is an older one")
-    assert written.startswith("As you said"), "a guess that is written into the call is judged"
-    assert own.startswith("As you said")
+    assert written.startswith("Right."), "a guess that is written into the call is judged"
+    assert own.startswith("Right.")
 
 
 # ---- hints ----
@@ -151,7 +151,7 @@ def hinted():
 def test_hints_come_one_by_one_and_end(hinted):
     texts = [check.hint(hinted).en for _ in range(4)]
     assert texts[:2] == ["Hint 1/2: See section 1.", "Hint 2/2: Use `clone`."]
-    assert texts[2] == texts[3] == "That was the last hint. The folded solution stands below the exercise."
+    assert texts[2] == texts[3] == "That was the last hint. The solution is folded below the exercise."
 
 
 def test_a_hint_is_offered_after_the_second_wrong_answer(hinted, monkeypatch):

@@ -91,7 +91,7 @@ def test_a_right_guess_in_another_dress(guess, actual):
 def test_a_wrong_guess_stays_wrong_in_every_dress(guess, actual):
     message = check.predict("11.1", guess, actual=actual)
     assert message.kind == "wrong"
-    said, happened = message.en.removeprefix("You said `").split("`; it is `", 1)
+    said, happened = message.en.removeprefix("You guessed `").split("`; it is `", 1)
     assert not happened.startswith(f"{said}`"), "two equal values are shown"
 
 
@@ -136,10 +136,10 @@ def test_words_are_no_unit():
 
 
 def test_a_set_is_shown_with_its_braces_where_none_was_asked_for():
-    assert "You said `{Linear, Sequential}`; it is `[Linear, Sequential]`" in (
+    assert "You guessed `{Linear, Sequential}`; it is `[Linear, Sequential]`" in (
         check.predict("21.4", set(NAMES), actual=NAMES).en
     )
-    assert "You said `x`; it is `x, y`" in check.predict("12.1", {"x"}, actual={"x", "y"}).en
+    assert "You guessed `x`; it is `x, y`" in check.predict("12.1", {"x"}, actual={"x", "y"}).en
 
 
 def test_an_empty_guess_and_backticks_are_shown_as_code():
@@ -162,4 +162,4 @@ def test_a_value_that_is_another_than_at_first_is_announced():
 def test_an_empty_guess_is_shown_as_it_was_written():
     message = check.predict(check.Prediction("99.2", zh="", en=""), set(), actual={"tensor hook"})
     assert "你猜的是 `set()`" in message.zh
-    assert "You said `set()`" in message.en
+    assert "You guessed `set()`" in message.en

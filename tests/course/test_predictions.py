@@ -97,9 +97,9 @@ def test_a_missing_guess_is_not_attempted_whatever_happened():
 
 
 def test_a_wrong_guess_is_shown_beside_what_happened_and_explained():
-    assert check.predict("11.4", (25, 0), actual=24_000).en.startswith("You said `25000`; it is `24000`.")
+    assert check.predict("11.4", (25, 0), actual=24_000).en.startswith("You guessed `25000`; it is `24000`.")
     message = check.predict(Prediction("99.4", zh="解释。", en="The reason."), 1, actual=2)
-    assert message.en == "You said `1`; it is `2`. The reason."
+    assert message.en == "You guessed `1`; it is `2`. The reason."
     assert message.zh == "你猜的是 `1`，实际是 `2`。解释。"
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_guess_that_people_have_gets_a_sentence_of_its_own(guess):
 
 
 def test_any_other_wrong_guess_gets_the_explanation_alone():
-    assert check.predict(GUESSED, 5, actual=3).en == "You said `5`; it is `3`. The reason."
+    assert check.predict(GUESSED, 5, actual=3).en == "You guessed `5`; it is `3`. The reason."
     assert check.predict(GUESSED, [1, 2], actual=[3.0, 6.0]).reason == "named"
 
 
@@ -131,7 +131,7 @@ def test_a_named_guess_stands_for_a_set_where_names_were_asked_for(guess):
 
 
 def test_a_right_guess_is_right_although_it_is_named_as_a_wrong_one():
-    assert check.predict(replace(GUESSED, id="99.6"), 4, actual=4).en == "As you said. The reason."
+    assert check.predict(replace(GUESSED, id="99.6"), 4, actual=4).en == "Right. The reason."
 
 
 @pytest.mark.parametrize("guess", [100, "100", "100%", 97.9])

@@ -165,7 +165,7 @@ def test_offload_moves_each_byte_once_and_with_segments_a_twelfth_of_all_copies(
 
 
 class Alive(TorchDispatchMode):
-    """The most bytes that tensors hold at one time, each memory once: what a GPU needs, but for the workspace."""
+    """The most bytes that tensors hold at one time, each storage once: what a GPU needs, but for the workspace."""
 
     def __init__(self):
         super().__init__()

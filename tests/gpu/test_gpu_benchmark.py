@@ -584,13 +584,13 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, capsys, shown):
     places = [ON_CUDA.index(name) for name in way]
     assert [bar.get_width() for bar in memory.patches] == [40 - place for place in places]
     assert [bar.get_width() for bar in time.patches] == pytest.approx([1 + place / 10 for place in places])
-    assert lines[1] == f"{'1 recompute':22} 36.00 GB   1.40 plain steps"
-    start = lines.index(f"{'':59}     peak    moved   step")
+    assert lines[1] == f"{'1 recompute':22} 36.00 GB   1.40x"
+    start = lines.index(f"{'':59}     peak    moved   time")
     head = " ".join(lines[6:start])
     assert head.startswith(f"tiny, batch 4, 16 x 16, float32, SGD | torch {torch.__version__} | ")
     assert " | gpu a GPU of no make | driver 1.2 | " in head
-    assert lines[start + 1] == f" 1 {'stock':56} 40.00 GB   0.0 GB   1.00"
-    assert lines[-1] == f"17 {THEIRS:56} 24.00 GB     - GB   2.60"
+    assert lines[start + 1] == f" 1 {'stock':56} 40.00 GB   0.0 GB  1.00x"
+    assert lines[-1] == f"17 {THEIRS:56} 24.00 GB     - GB  2.60x"
 
 
 def test_what_the_notebook_says_is_what_was_measured():

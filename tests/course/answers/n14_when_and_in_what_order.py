@@ -265,7 +265,7 @@ def after_the_node(node, tensor, seen):
 
 
 def on_a_leaf(register):
-    """A right answer for a tensor in the middle."""
+    """A right answer for an intermediate tensor."""
     return lambda tensor: (on_node(register) if tensor.is_leaf else final_gradient)(tensor)
 
 

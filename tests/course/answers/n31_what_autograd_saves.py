@@ -40,12 +40,12 @@ def _collecting(measure):
 
 
 def _memories(tensors):
-    """The bytes of each memory behind them, by its address."""
+    """The bytes of each storage behind them, by its address."""
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _others(tensors, x):
-    """One tensor for each memory that is not at the address of `x`."""
+    """One tensor for each storage that is not at the address of `x`."""
     tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     return [tensor for place, tensor in tensors.items() if place != x.data_ptr()]
 
