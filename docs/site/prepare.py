@@ -106,6 +106,8 @@ class Edition:
                 if found := PREDICTS.search(cell.source):
                     self.fold(since_guess, found[1])
                     since_guess = None
+            if cell.metadata.get("jupyter", {}).get("source_hidden"):  # folded in JupyterLab, too
+                cell.metadata.setdefault("tags", []).append("remove-input")
             for output in cell.get("outputs", ()):
                 describe(cell, output)
             if cell.source:
@@ -174,6 +176,8 @@ class Edition:
         if page == "decisions/index":
             own = "\n".join(other.removeprefix("decisions/") for other in PAGES if other.startswith("decisions/0"))
             text += f"\n```{{toctree}}\n:hidden:\n\n{own}\n```\n"
+        if page in ("cheatsheet", "questions", "sources", "limits"):  # wide tables
+            text = f"---\nlayout: compact\n---\n\n{text}"
         if page in ("glossary", "sources"):
             text = one_language(text, self.split)
         elif self.language == "zh" and page.startswith(ENGLISH_ONLY):

@@ -273,6 +273,10 @@ RULE_DAMAGES = {
         lambda notebook: replace(notebook, "kept-where", "<div", "![Map.](images/hook_map.svg)\n\n<div"),
         prose_rules.two_languages,
     ),
+    "a sentence about JupyterLab that the site would show": (
+        lambda notebook: replace(notebook, "where-after", "The gradient was", "Press Shift+Enter. The gradient was", "en"),
+        notebook_rules.lab_only,
+    ),
     "a term edited in one language": (
         lambda notebook: replace(notebook, "weights", "need no hook", "need no callback", "en"),
         prose_rules.glossary,

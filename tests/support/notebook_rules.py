@@ -24,7 +24,7 @@ from notebook_form import Cell
 MAX_CODE_LINES = 18
 TAGS = {
     "exercise", "facts", "nbval-ignore-output", "own-model", "predict", "raises-exception", "setup", "solution",
-    "en-docs", "zh-docs",
+    "en-docs", "lab-only", "zh-docs",
 }  # fmt: skip
 SETUP = "from hooklab import lesson\n\nlesson.start()"
 # A path (not a closing tag, not the tail of an address on the web), a Windows path, an object's address.
@@ -175,6 +175,17 @@ def tags(notebook: Notebook) -> Iterator[str]:
             yield f"{cell.id}: a comment switches the comparison of its output off"
 
 
+def lab_only(notebook: Notebook) -> Iterator[str]:
+    """What is said of JupyterLab alone has cells of its own, which the site leaves out."""
+    for cell in notebook.cells:
+        about_the_lab = re.search(r"工具栏|左边栏|Shift\+Enter|Kernel →|Run →|toolbar|left sidebar", cell.source)
+        if "lab-only" not in cell.tags:
+            if about_the_lab and not cell.is_code:
+                yield f"{cell.id}: speaks of {about_the_lab[0]!r}; make it a cell of its own, tagged lab-only"
+        elif cell.is_code or re.search(r"^#", cell.source, re.MULTILINE) or cell.index in (0, len(notebook.cells) - 1):
+            yield f"{cell.id}: tagged lab-only, but code, headings and the first and last cell stay on the site"
+
+
 def opening(notebook: Notebook) -> Iterator[str]:
     first = notebook.cells[0]
     if not first.source.startswith(f"# {notebook.stem[:2]} "):
@@ -290,7 +301,7 @@ def _sections(cells: list[Cell]) -> list[list[Cell]]:
 RULES: list[Rule] = [
     normal_form, execution_counts, expected_errors, sources_covered, code_length, machine_traces, decimals,
     pictures_have_facts, pictures_read_on_white_and_on_black, pictures_in_a_sentence,
-    formulas, links, tags, opening, parts, practice, guesses_come_first, neighbours, slides,
+    formulas, links, tags, lab_only, opening, parts, practice, guesses_come_first, neighbours, slides,
     prose_rules.headings, prose_rules.two_languages, prose_rules.punctuation, prose_rules.length,
     prose_rules.same_spans, prose_rules.same_numbers, prose_rules.same_links, prose_rules.same_shape,
     prose_rules.names_of_the_package, prose_rules.folds, prose_rules.glossary, prose_rules.natural_english,
