@@ -25,6 +25,7 @@ SEARCHES = {  # the page that should be among the first three
 }  # fmt: skip
 FIRST_THREE = """async query => {
     const pagefind = await import('/pagefind/pagefind.js');
+    await pagefind.options({ ranking: window.searchRanking });
     const { results } = await pagefind.search(query);
     return (await Promise.all(results.slice(0, 3).map(result => result.data()))).map(found => found.url);
 }"""
@@ -63,7 +64,7 @@ def test_enter_in_a_guess_unfolds_what_happens(address, page):
 
 def test_the_switch_keeps_page_and_place(address, page):
     page.goto(f"{address}en/11_reading_gradients/#leaves")
-    page.wait_for_timeout(500)
+    page.wait_for_function("document.getElementById('leaves').getBoundingClientRect().top < 200")
     page.evaluate("document.querySelector('.other-language').click()")
     page.wait_for_url("**/zh/11_reading_gradients/**")
     assert page.url.endswith("#leaves")
