@@ -101,7 +101,7 @@ def test_each_page_is_in_one_language_and_says_so(pages):
         assert page.meta["en"] == f"https://example.org/hooklab/en/{rest}"
         assert len(page.meta["description"]) > 20, name
         if language == "en" and not rest.startswith((*BILINGUAL, "_modules")):
-            assert HAN.findall(page.text) == [], name
+            assert set(HAN.findall(page.text)) <= {"中文"}, name  # the name of a button
         if language == "zh" and re.match(r"\d\d_", rest):
             assert len("".join(HAN.findall(page.text))) > 1000, name
     assert "本页只有英文" in pages["zh/changelog/"].text
