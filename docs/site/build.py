@@ -31,7 +31,12 @@ INVENTORIES = {"torch": "https://docs.pytorch.org/docs/stable/", "python": "http
 # npm has a newer Pagefind, which cuts Chinese into words as browsers do.
 PAGEFIND = ["npx", "--yes", "pagefind@1.6.0"] if shutil.which("npx") else [sys.executable, "-m", "pagefind"]
 PAGEFIND += ["--site", str(HTML), "--root-selector", "article"]
-PAGEFIND += ["--exclude-selectors", ".headerlink, .run, .report", "--glob", "{en,zh}/{*,*/*,api/*/*,decisions/*/*}.html"]
+PAGEFIND += [
+    "--exclude-selectors",
+    ".headerlink, .run, .report",
+    "--glob",
+    "{en,zh}/{*,*/*,api/*/*,decisions/*/*}.html",
+]
 
 
 def main(options: list[str]) -> None:

@@ -274,7 +274,9 @@ RULE_DAMAGES = {
         prose_rules.two_languages,
     ),
     "a sentence about JupyterLab that the site would show": (
-        lambda notebook: replace(notebook, "where-after", "The gradient was", "Press Shift+Enter. The gradient was", "en"),
+        lambda notebook: replace(
+            notebook, "where-after", "The gradient was", "Press Shift+Enter. The gradient was", "en"
+        ),
         notebook_rules.lab_only,
     ),
     "a term edited in one language": (
