@@ -180,6 +180,8 @@ class Edition:
             text = f"---\nlayout: compact\n---\n\n{text}"
         if page in ("glossary", "sources"):
             text = one_language(text, self.split)
+        if page in ("cheatsheet", "questions", "glossary", "sources"):
+            text = re.sub(r"^[^|\n]*(?:`make refresh`|JupyterLab)[^|\n]*$", about_the_page, text, flags=re.MULTILINE)
         elif self.language == "zh" and page.startswith(ENGLISH_ONLY):
             text = text.replace("\n", "\n\n*本页只有英文。*\n", 1)
         text = re.sub(r"^\[(?:中文|English)\]\([^)]+\)(?: · )?", "", text, flags=re.MULTILINE)  # the site has a switch
@@ -240,13 +242,24 @@ def one_language(text: str, split: OneLanguage) -> str:
     half = split.half
 
     def paragraph(found: re.Match[str]) -> str:
-        return found[1 + half].strip() + "\n\n"
+        return found[1 + half].strip().replace("\n", " ") + "\n\n"
 
     text = re.sub(r"^([^|\n]*[\u4e00-\u9fff][^|\n]*)<br>\n([^|]+?)\n\n", paragraph, text, flags=re.MULTILINE)
-    for begin, middle in ((r"^(#+ |- \*\*\w+\*\*: )", " · "), (r"(\| \[?(?:\d\d )?)", " · "), (r"(\| )", "<br>")):
-        pattern = rf"{begin}([^|\n]*?[\u4e00-\u9fff][^|\n]*?){middle}([^|\n]+?)(?=\]| \||$)"
+    forms = (
+        (r"^(#+ |- \*\*\w+\*\*: )", " · ", "$"),
+        (r"(\| \[?(?:\d\d )?)", " · ", r"\]| \|"),
+        (r"(\| )", "<br>", r" \|"),
+    )
+    for begin, middle, end in forms:
+        pattern = rf"{begin}([^|\n]*?[\u4e00-\u9fff][^|\n]*?){middle}([^|\n]+?)(?={end})"
         text = re.sub(pattern, lambda found: found[1] + found[2 + half], text, flags=re.MULTILINE)
     return text
+
+
+def about_the_page(line: re.Match[str]) -> str:
+    """A line without the sentences that say how the page is made, or what a click does in JupyterLab."""
+    sentences = re.split(r"(?<=。)|(?<=\.) +", line[0])
+    return " ".join(one for one in sentences if not re.search("`make refresh`|JupyterLab", one))
 
 
 def code(text: str) -> str:

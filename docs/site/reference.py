@@ -57,7 +57,8 @@ def write(folder: Path, half: int, chinese: dict[str, str]) -> None:
     folder.mkdir()
     index = ["# API", ""]
     for page, (*headings, _) in PAGES.items():
-        index += [f"## {headings[half]}", "", "| | |", "|---|---|"]
+        heads = ("| 调用 | 作用 |", "| call | what it does |")[half]
+        index += [f"## {headings[half]}", "", heads, "|---|---|"]
         text = [f"# {headings[half]}", ""]
         for name in names(page):
             line = (first_line(name) if half else chinese[name]).replace("|", r"\|")
