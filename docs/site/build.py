@@ -30,13 +30,8 @@ HTML = BUILD / "html"
 INVENTORIES = {"torch": "https://docs.pytorch.org/docs/stable/", "python": "https://docs.python.org/3/"}
 # npm has a newer Pagefind, which cuts Chinese into words as browsers do.
 PAGEFIND = ["npx", "--yes", "pagefind@1.6.0"] if shutil.which("npx") else [sys.executable, "-m", "pagefind"]
-PAGEFIND += ["--site", str(HTML), "--root-selector", "article"]
-PAGEFIND += [
-    "--exclude-selectors",
-    ".headerlink, .run, .report",
-    "--glob",
-    "{en,zh}/{*,*/*,api/*/*,decisions/*/*}.html",
-]
+HIDDEN, INDEXED = ".headerlink, .run, .report", "{en,zh}/{*,*/*,api/*/*,decisions/*/*}.html"
+PAGEFIND += ["--site", str(HTML), "--root-selector", "article", "--exclude-selectors", HIDDEN, "--glob", INDEXED]
 
 
 def main(options: list[str]) -> None:
@@ -98,8 +93,7 @@ def sphinx(builder: str, folder: str, *options: str) -> None:
         running.append(
             subprocess.Popen(command, env=os.environ | {"SITE_LANGUAGE": language, "SITE_BUILD": str(BUILD)})
         )
-    codes = [process.wait() for process in running]
-    if any(codes):
+    if max(process.wait() for process in running):
         sys.exit("site: not built, for the reason above")
 
 

@@ -36,7 +36,7 @@ nb_code_prompt_show = say("先猜，再点开看结果", "Guess first, then clic
 nb_code_prompt_hide = say("结果", "What happens")
 myst_enable_extensions = ["dollarmath", "attrs_block", "attrs_inline"]
 myst_heading_anchors = 3
-suppress_warnings = ["codeautolink.match_name"]
+suppress_warnings = ["codeautolink.match_name", "epub.unknown_project_files"]
 add_module_names = False
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -56,20 +56,16 @@ html_css_files, html_js_files = ["site.css"], [("site.js", {"defer": "defer"})]
 templates_path = [str(HERE / "_templates")]
 html_copy_source = html_use_index = html_domain_indices = False
 html_context = {"other": say(("en", "English"), ("zh", "中文")), "site_url": SETTINGS["site"]}
+NAVIGATION = {"course": say("课程", "Course"), "questions": say("问题", "Questions")}
+NAVIGATION |= {"cheatsheet": say("速查表", "Cheat sheet"), "api/index": "API"}
 html_theme_options = {
     "accent_color": "blue",
     "show_ai_links": False,
-    "nav_links": [
-        {"title": say("课程", "Course"), "url": "course"},
-        {"title": say("问题", "Questions"), "url": "questions"},
-        {"title": say("速查表", "Cheat sheet"), "url": "cheatsheet"},
-        {"title": "API", "url": "api/index"},
-    ],
+    "nav_links": [{"title": title, "url": page} for page, title in NAVIGATION.items()],
 }
 if SETTINGS["repository"]:
     html_theme_options["nav_links"].append({"title": "GitHub", "url": f"https://github.com/{SETTINGS['repository']}"})
 epub_show_urls = "no"
-suppress_warnings += ["epub.unknown_project_files"]
 
 
 def name_cells(app, doctree):
