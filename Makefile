@@ -19,7 +19,7 @@ PYTEST := $(RUN) pytest $(PARALLEL)
 SITE := $(RUN) --group site python
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
-.PHONY: help lab site site-serve test test-long test-portable refresh lint format bench screenshots clean
+.PHONY: help lab site site-serve release-check test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
 	@echo "make test           run the tests: the package, the notebooks, the rules, one look in a browser"
@@ -30,6 +30,7 @@ help:
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make site           build the course as a website, in both languages (make site-serve shows it)"
 	@echo "make bench          measure speed against the budgets"
+	@echo "make release-check  see whether version, changelog and pins agree (TAG=v0.2.0: and the tag, too)"
 
 .tools/bin/uv:
 	@echo "hooklab: 正在把 uv 装进 .tools/（只装一次，几秒钟）…… installing uv into .tools/ (once, a few seconds) ..."
@@ -96,6 +97,10 @@ site: $(READY)
 
 site-serve: site
 	@echo "hooklab: http://127.0.0.1:8001/ (Ctrl+C ends it)"; $(SITE) -m http.server -b 127.0.0.1 -d docs/site/_build/html 8001
+
+release-check: export TAG := $(TAG)
+release-check: $(READY)
+	@$(RUN) python tools/release_check.py $${TAG:+"$$TAG"}
 
 clean:
 	rm -rf .venv .venv-bench .tools .pytest_cache .ruff_cache tests/screenshots
