@@ -19,7 +19,7 @@ PYTEST := $(RUN) pytest $(PARALLEL)
 SITE := $(RUN) --group site python
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
-.PHONY: help lab site site-serve release-check test test-long test-portable refresh lint format bench screenshots clean
+.PHONY: help lab site site-serve bundle release-check test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
 	@echo "make test           run the tests: the package, the notebooks, the rules, one look in a browser"
@@ -29,6 +29,7 @@ help:
 	@echo "make lint           check style and types (make format fixes the style)"
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make site           build the course as a website, in both languages (make site-serve shows it)"
+	@echo "make bundle         pack the course for a room without a network: FOR='windows-x86_64 3.12', or this machine"
 	@echo "make bench          measure speed against the budgets"
 	@echo "make release-check  see whether version, changelog and pins agree (TAG=v0.2.0: and the tag, too)"
 
@@ -101,6 +102,10 @@ site-serve: site
 release-check: export TAG := $(TAG)
 release-check: $(READY)
 	@$(RUN) python tools/release_check.py $${TAG:+"$$TAG"}
+
+# For another platform or Python: make bundle FOR='windows-x86_64 3.12'. A site that lies there comes along.
+bundle: $(READY)
+	@UV=$(UV) $(RUN) python tools/bundle.py $(FOR)
 
 clean:
 	rm -rf .venv .venv-bench .tools .pytest_cache .ruff_cache tests/screenshots

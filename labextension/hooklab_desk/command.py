@@ -8,7 +8,9 @@ from pathlib import Path
 
 from hooklab_desk.working_copy import HIDDEN, Update, update
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parents[2]
+# In a clone the notebooks lie beside the code; where a bundle was installed, they lie beside the environment.
+ROOT = HERE if (HERE / "notebooks").is_dir() else Path(sys.prefix).parent
 FOLDER = "my-notebooks"
 FIRST = "00_start_here.ipynb"
 
