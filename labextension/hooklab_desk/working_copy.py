@@ -41,7 +41,10 @@ def update(course: Path, own: Path) -> Update:
     """
     notebooks = sorted(course.glob("*.ipynb"))
     if not notebooks:
-        raise FileNotFoundError(f"hooklab: no notebooks in {course}: run this in a clone of the course")
+        raise FileNotFoundError(
+            f"hooklab: {course} 里没有笔记本：请在课程的克隆里运行\n"
+            f"hooklab: no notebooks in {course}: run this in a clone of the course"
+        )
     own.mkdir(parents=True, exist_ok=True)
     notes, report = _read_notes(own), Update()
     for notebook in notebooks:
