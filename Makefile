@@ -1,27 +1,37 @@
-# hooklab: `make lab` opens the course, `make test` runs the tests. Both set up what they need.
+# hooklab: `make lab` opens the course, `make test` runs the tests. Both set up what they need; with CPU=1, without CUDA.
 # Without make (Windows): `uv run hooklab lab` and `uv run pytest`.
 SHELL := /bin/sh
 PYTHON ?= python3
 # uv from the PATH when it is recent enough, else a private copy under .tools/.
-UV := $(shell uv --version 2>/dev/null | awk '{split($$2, v, "."); if (v[1] > 0 || v[2] >= 5) print "uv"}')
+UV := $(shell uv --version 2>/dev/null | awk '{split($$2, v, "."); if (v[1] > 0 || v[2] >= 8) print "uv"}')
 ifeq ($(UV),)
 UV := .tools/bin/uv
 UV_NEEDED := $(UV)
 endif
 # Kernels start twice as fast from compiled bytecode, also where the environment forbids writing it.
 unexport PYTHONDONTWRITEBYTECODE
-READY := $(or $(UV_PROJECT_ENVIRONMENT),.venv)/.hooklab-ready
+VENV := $(or $(UV_PROJECT_ENVIRONMENT),.venv)
+READY := $(VENV)/.hooklab-ready
+READY_CPU := $(VENV)/.hooklab-cpu
 RUN := $(UV) run --quiet
+# What only the site needs is added to the environment of the course.
+SITE := $(RUN) --group site
+# CPU=1 takes PyTorch's CPU wheels, which uv's lock cannot; an environment stays as it was made, also without CPU=1.
+ifneq ($(or $(wildcard $(READY_CPU)),$(if $(wildcard $(READY)),,$(CPU))),)
+READY := $(READY_CPU)
+INSTALL_CPU := $(UV) pip install --python $(VENV) --torch-backend=cpu
+RUN := $(UV) run --quiet --no-sync
+SITE := $(INSTALL_CPU) --quiet --group site && $(RUN)
+endif
 # One process per core, four at the most: each holds a kernel with PyTorch loaded.
 PARALLEL := -n auto --maxprocesses 4
 PYTEST := $(RUN) pytest $(PARALLEL)
-# What only the site needs is added to the environment of the course.
-SITE := $(RUN) --group site python
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
 .PHONY: help lab site site-serve bundle release-check test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
+	@echo "make lab CPU=1      the same with PyTorch's CPU wheels, for Linux without an NVIDIA GPU (once; make clean begins again)"
 	@echo "make test           run the tests: the package, the notebooks, the rules, one look in a browser"
 	@echo "make test-long      run the rest, with coverage, then the notebooks with other threads and instructions"
 	@echo "make test-portable  run the notebooks in other settings: SETTINGS='default-1 native-2 as-is fresh'"
@@ -42,27 +52,40 @@ help:
 	       echo "hooklab: $(PYTHON) can neither make an environment (venv) nor install (pip), or there is no network."; \
 	       echo "         Install uv by hand, no root needed: https://docs.astral.sh/uv/ , then run make again."; exit 1; }
 
-$(READY): pyproject.toml $(wildcard labextension/* labextension/*/* labextension/*/*/*) | $(UV_NEEDED)
-	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 .venv（第一次要几分钟，Linux 上约 6 GB）……"
-	@echo "hooklab: installing PyTorch, JupyterLab and the rest into .venv (some minutes the first time, about 6 GB on Linux) ..."
-	@$(UV) sync || { \
-	  echo "hooklab: 安装中断，原因见上面几行。再运行一次 make 即可，下载过的不会重来；下载慢，就先在 UV_DEFAULT_INDEX 里设镜像。"; \
-	  echo "hooklab: the installation stopped, for the reason above. Run make again: what has been downloaded is kept;"; \
-	  echo "         where downloads are slow, set a mirror in UV_DEFAULT_INDEX first."; exit 1; }
+# What both ways of installing say when one stops.
+STOPPED = { \
+  echo "hooklab: 安装中断，原因见上面几行。再运行一次 make 即可，下载过的不会重来；下载慢，就先在 UV_DEFAULT_INDEX 里设镜像。"; \
+  echo "hooklab: the installation stopped, for the reason above. Run make again: what has been downloaded is kept;"; \
+  echo "         where downloads are slow, set a mirror in UV_DEFAULT_INDEX first."; exit 1; }
+NEEDS := pyproject.toml $(wildcard labextension/* labextension/*/* labextension/*/*/*)
+
+$(VENV)/.hooklab-ready: $(NEEDS) | $(UV_NEEDED)
+	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 $(VENV)（第一次要几分钟，Linux 上约 6 GB）……"
+	@echo "hooklab: installing PyTorch, JupyterLab and the rest into $(VENV) (some minutes the first time, about 6 GB on Linux) ..."
+	@test -e $@ || test "$$(uname -sm)" != "Linux x86_64" || command -v nvidia-smi >/dev/null || test -e /proc/driver/nvidia \
+	  || echo "hooklab: 没有找到 NVIDIA 驱动：make lab CPU=1 不下载 CUDA（先按 Ctrl+C）。 No NVIDIA driver: make lab CPU=1 leaves CUDA out (Ctrl+C first)."
+	@$(UV) sync || $(STOPPED)
+	@touch $@
+
+$(READY_CPU): $(NEEDS) | $(UV_NEEDED)
+	@echo "hooklab: 正在把 PyTorch 的 CPU 版、JupyterLab 等装进 $(VENV)（第一次要几分钟）……"
+	@echo "hooklab: installing PyTorch for the CPU, JupyterLab and the rest into $(VENV) (some minutes the first time) ..."
+	@{ $(UV) venv --quiet --allow-existing $(VENV) && $(INSTALL_CPU) -e ".[lab]" --group dev; } || $(STOPPED)
 	@touch $@
 
 # In a working copy, my-notebooks/, which an update of the course leaves alone where it has been written in.
 lab: $(READY)
 	@exec $(RUN) hooklab lab
 
+test test-long: export HOOKLAB_SCREENSHOTS ?= 0
 test: $(READY)
-	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(PYTEST)
+	@$(PYTEST)
 
 screenshots: $(READY)
 	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs -m long tests/browser/test_browser.py
 
 test-long: $(READY)
-	@HOOKLAB_SCREENSHOTS=$${HOOKLAB_SCREENSHOTS:-0} $(SITE) -m pytest $(PARALLEL) -m long --cov=hooklab --cov-report=term
+	@$(SITE) pytest $(PARALLEL) -m long --cov=hooklab --cov-report=term
 	@$(MAKE) --no-print-directory test-portable
 
 # Each setting runs the notebooks once from top to bottom: INSTRUCTIONS-THREADS, or `as-is`, or `fresh`, in which every
@@ -91,13 +114,13 @@ format: $(READY)
 # In an environment of its own: the peers that it compares with bring many packages. Every file runs, also after a miss.
 bench: $(READY)
 	@status=0; for file in tests/benchmarks/bench_*.py; do \
-	  UV_PROJECT_ENVIRONMENT=.venv-bench $(RUN) --group bench python $$file || status=1; echo; done; exit $$status
+	  UV_PROJECT_ENVIRONMENT=.venv-bench $(UV) run --quiet --group bench python $$file || status=1; echo; done; exit $$status
 
 site: $(READY)
-	@$(SITE) docs/site/build.py
+	@$(SITE) hooklab site
 
 site-serve: site
-	@echo "hooklab: http://127.0.0.1:8001/ (Ctrl+C ends it)"; $(SITE) -m http.server -b 127.0.0.1 -d docs/site/_build/html 8001
+	@echo "hooklab: http://127.0.0.1:8001/ (Ctrl+C ends it)"; $(RUN) python -m http.server -b 127.0.0.1 -d docs/site/_build/html 8001
 
 release-check: export TAG := $(TAG)
 release-check: $(READY)

@@ -1,4 +1,4 @@
-"""What runs beside JupyterLab, without PyTorch: `hooklab lab` with its working copy, and what the progress panel asks for."""
+"""What runs beside JupyterLab, without PyTorch: the command `hooklab`, the working copy, and what the progress panel asks for."""
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:

@@ -1,10 +1,13 @@
-"""`hooklab lab`: open the course in JupyterLab, in a working copy that is the learner's own."""
+"""`hooklab`, the course on a command line; only what shows progress or checks the machine loads PyTorch."""
 
 import argparse
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hooklab_desk.working_copy import HIDDEN, Update, update
 
@@ -13,29 +16,118 @@ HERE = Path(__file__).resolve().parents[2]
 ROOT = HERE if (HERE / "notebooks").is_dir() else Path(sys.prefix).parent
 FOLDER = "my-notebooks"
 FIRST = "00_start_here.ipynb"
+PREPROCESSORS = {"both": "Both", "zh": "Chinese", "en": "English"}
+INSTALL = 'pip install "hooklab[lab]"'
+
+
+class Wrong(Exception):
+    """The command cannot be carried out; the message says what was found and what to do, in both languages."""
+
+    def __init__(self, zh: str, en: str):
+        super().__init__(f"hooklab: {zh}\nhooklab: {en}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """What the command does; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="hooklab",
-        description="The course on PyTorch hooks. PyTorch 钩子课程。",
-        epilog="Options that follow go to JupyterLab.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    lab = commands.add_parser("lab", help="open the course in JupyterLab")
-    lab.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"your own copy of the notebooks ({FOLDER})")
-    lab.add_argument("--copy-only", action="store_true", help="bring the copy up to date and open nothing")
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream in streams:
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
+    parser = _parser()
     options, others = parser.parse_known_args(arguments)
+    if others and options.command in ("check", "progress"):
+        parser.error(f"{options.command} 没有这个选项 / has no such option: {' '.join(others)}")
     try:
-        done = update(ROOT / "notebooks", options.folder.resolve())
-    except (FileNotFoundError, PermissionError) as error:
+        return COMMANDS[options.command](options, others)
+    except (Wrong, FileNotFoundError, PermissionError) as error:
         print(error, file=sys.stderr)
         return 1
-    _tell(done, options.folder.resolve())
-    if options.copy_only:
-        return 0
-    return subprocess.call([sys.executable, "-m", "jupyterlab", *_flags(options.folder.resolve()), *others])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hooklab", description="PyTorch 钩子课程。The course on PyTorch hooks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, zh: str, en: str, rest: str = "") -> argparse.ArgumentParser:
+        epilog = rest and f"其余选项交给 {rest}。Other options go to {rest}."
+        return commands.add_parser(name, help=f"{zh} / {en}", description=f"{zh} / {en}", epilog=epilog)
+
+    lab = add("lab", "在 JupyterLab 里打开课程", "open the course in JupyterLab", "JupyterLab")
+    lab.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / FOLDER,
+        help=f"你自己的一份笔记本放在哪里 / where your own copy of the notebooks is ({FOLDER})",
+    )
+    lab.add_argument(
+        "--copy-only",
+        action="store_true",
+        help="只更新你的那一份，不打开 / bring the copy up to date and open nothing",
+    )
+    add("check", "这台机器缺什么", "what is missing on this machine")
+    add("progress", "你做到了哪里", "what you have done so far")
+    slides = add("slides", "把一本笔记本变成幻灯片", "make slides of a notebook", "nbconvert")
+    slides.add_argument("notebook", type=Path, help="例如 / such as notebooks/11_reading_gradients.ipynb")
+    slides.add_argument(
+        "--language",
+        choices=PREPROCESSORS,
+        default="both",
+        help="幻灯片的语言，默认两种都有 / the language of the slides, both by default",
+    )
+    add("site", "把课程做成网站", "build the course as a website", "docs/site/build.py")
+    return parser
+
+
+def _lab(options: argparse.Namespace, others: list[str]) -> int:
+    if not options.copy_only:
+        _need("jupyterlab", INSTALL)
+    folder = options.folder.resolve()
+    _tell(update(ROOT / "notebooks", folder), folder)
+    return 0 if options.copy_only else _python("-m", "jupyterlab", *_flags(folder), *others)
+
+
+def _check(options: argparse.Namespace, others: list[str]) -> int:
+    return _python("-m", "hooklab.lesson")
+
+
+def _progress(options: argparse.Namespace, others: list[str]) -> int:
+    from hooklab import check
+
+    print(check.progress())
+    return 0
+
+
+def _slides(options: argparse.Namespace, others: list[str]) -> int:
+    notebooks = ROOT / "notebooks"
+    if not options.notebook.is_file():
+        raise Wrong(
+            f"没有 {options.notebook} 这个文件；课程的笔记本在 {notebooks}",
+            f"there is no file {options.notebook}; the notebooks of the course are in {notebooks}",
+        )
+    _need("nbconvert", INSTALL)
+    preprocessor = f"--SlidesExporter.preprocessors=hooklab.export.{PREPROCESSORS[options.language]}"
+    return _python("-m", "nbconvert", "--to", "slides", preprocessor, str(options.notebook), *others)
+
+
+def _site(options: argparse.Namespace, others: list[str]) -> int:
+    build = ROOT / "docs/site/build.py"
+    if not build.is_file():
+        raise Wrong(f"没有 {build}：请在课程的克隆里运行", f"there is no {build}: run this in a clone of the course")
+    _need("sphinx", "make site (uv run --group site hooklab site)")
+    return _python(str(build), *others)
+
+
+COMMANDS = {"lab": _lab, "check": _check, "progress": _progress, "slides": _slides, "site": _site}
+
+
+def _need(module: str, command: str) -> None:
+    if find_spec(module) is None:
+        raise Wrong(f"没有安装 {module}，请运行 {command}", f"{module} is not installed; run {command}")
+
+
+def _python(*arguments: str) -> int:
+    """Run this Python once more, with what the command needs in a process of its own."""
+    return subprocess.call([sys.executable, *arguments])
 
 
 def _tell(done: Update, own: Path) -> None:

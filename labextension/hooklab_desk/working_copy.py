@@ -42,6 +42,7 @@ def update(course: Path, own: Path) -> Update:
     notebooks = sorted(course.glob("*.ipynb"))
     if not notebooks:
         raise FileNotFoundError(
+            f"hooklab: {course} 里没有笔记本：请在课程的克隆里，或者解开的离线包里运行\n"
             f"hooklab: no notebooks in {course}: run this in a clone of the course, or in an unpacked bundle"
         )
     own.mkdir(parents=True, exist_ok=True)

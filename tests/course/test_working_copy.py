@@ -158,11 +158,18 @@ def test_the_command_copies_and_passes_the_rest_on_to_jupyterlab(tmp_path, own, 
     assert len(called) == 1
 
 
-def test_the_command_needs_no_pytorch():
-    script = "import sys, hooklab_desk.command, hooklab_desk.working_copy; print('torch' in sys.modules)"
-    found = {"PYTHONPATH": str(notebook_form.ROOT / "labextension")}
-    run = subprocess.run([sys.executable, "-c", script], env=os.environ | found, capture_output=True, text=True)
-    assert run.stdout.strip() == "False", run.stderr
+@pytest.mark.parametrize("arguments", ["lab --copy-only --folder=FOLDER", "site", "slides none", "--help"])
+def test_what_opens_or_makes_something_needs_no_pytorch(arguments, own):
+    script = (
+        "import sys\nfrom hooklab_desk import command\ncommand.subprocess.call = lambda arguments: 0\n"
+        "try: command.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    )
+    found = {"PYTHONPATH": str(notebook_form.ROOT / "labextension"), "PYTHONIOENCODING": "utf-8"}
+    asked = arguments.replace("FOLDER", str(own)).split()
+    run = subprocess.run(
+        [sys.executable, "-c", script, *asked], env=os.environ | found, capture_output=True, text=True, encoding="utf-8"
+    )
+    assert run.stdout.splitlines()[-1] == "False", run.stderr
 
 
 def test_the_server_tells_the_outline_and_what_is_done_and_forgets_it(tmp_path, monkeypatch):

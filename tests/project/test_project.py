@@ -39,12 +39,15 @@ def name_of(requirement):
 def test_conda_and_binder_get_the_same_versions_as_uv():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
+    extra, *others = PROJECT["dependency-groups"]["dev"]
+    assert extra == "hooklab[lab]"
     assert [line for line in pip if "==" in line] == PROJECT["tool"]["uv"]["constraint-dependencies"]
-    assert [line for line in pip if "==" not in line] == ["-e .", *PROJECT["dependency-groups"]["dev"]]
+    assert [line for line in pip if "==" not in line] == ["-e .[lab]", *others]
 
 
 def test_every_pin_lies_within_the_range_that_the_package_declares():
-    ranges = {name_of(line): line.partition(">=")[2] for line in PROJECT["project"]["dependencies"]}
+    declared = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["lab"]]
+    ranges = {name_of(line): line.partition(">=")[2] for line in declared}
     for pin in PROJECT["tool"]["uv"]["constraint-dependencies"]:
         name, _, version = pin.partition("==")
         lowest = [int(part) for part in ranges[name].split(".")]

@@ -1,0 +1,120 @@
+"""`hooklab`, the one command line of the course (`hooklab lab` is in test_working_copy.py)."""
+
+import json
+import subprocess
+import sys
+
+import notebook_form
+import pytest
+from hooklab_desk import command
+
+FIRST = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What would be run, without the Python in front."""
+    calls = []
+    monkeypatch.setattr(command.subprocess, "call", lambda arguments: calls.append(arguments[1:]) or 7)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["", *command.COMMANDS])
+def test_help_is_in_both_languages(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main([*name.split(), "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in (command.COMMANDS if not name else ["hooklab", name]))
+    assert any("\u4e00" <= character <= "\u9fff" for character in said)
+
+
+def test_check_runs_the_module_that_looks_at_the_machine(called):
+    assert command.main(["check"]) == 7, "its exit status is that of the module"
+    assert called == [["-m", "hooklab.lesson"]]
+
+
+def test_progress_is_the_table_that_a_notebook_shows(capsys, monkeypatch, tmp_path):
+    from hooklab import check
+
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    (tmp_path / "hooklab").mkdir()
+    (tmp_path / "hooklab" / "progress.json").write_text(json.dumps({"00.1": "done"}))
+    assert command.main(["progress"]) == 0
+    said = capsys.readouterr().out
+    assert said == f"{check.progress()!r}\n"
+    assert "1 / 2" in said
+
+
+@pytest.mark.parametrize("name", ["check", "progress"])
+def test_what_takes_no_options_refuses_them(name, called, capsys):
+    with pytest.raises(SystemExit):
+        command.main([name, "--fast"])
+    assert f"{name} 没有这个选项 / has no such option: --fast" in capsys.readouterr().err
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [([], "Both"), (["--language=zh"], "Chinese"), (["--language", "en"], "English")]
+)
+def test_slides_are_what_nbconvert_makes_in_one_language_or_both(called, options, name):
+    assert command.main(["slides", str(FIRST), *options, "--output=class"]) == 7
+    preprocessor = f"--SlidesExporter.preprocessors=hooklab.export.{name}"
+    assert called == [["-m", "nbconvert", "--to", "slides", preprocessor, str(FIRST), "--output=class"]]
+
+
+@pytest.mark.long
+def test_slides_are_written(tmp_path):
+    run = [
+        sys.executable,
+        "-m",
+        "hooklab_desk.command",
+        "slides",
+        str(FIRST),
+        "--language=zh",
+        f"--output-dir={tmp_path}",
+    ]
+    assert subprocess.run(run, capture_output=True).returncode == 0
+    page = (tmp_path / "11_reading_gradients.slides.html").read_text(encoding="utf-8")
+    assert "11 读取梯度" in page
+    assert "11 Reading gradients" not in page
+
+
+def test_slides_of_a_notebook_that_is_not_there_say_where_notebooks_are(called, capsys):
+    assert command.main(["slides", "11.ipynb"]) == 1
+    said = capsys.readouterr().err
+    assert "there is no file 11.ipynb; the notebooks of the course are in" in said
+    assert "没有 11.ipynb 这个文件" in said
+    assert called == []
+
+
+def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: name)
+    assert command.main(["site", "--books"]) == 7
+    assert called == [[str(notebook_form.ROOT / "docs/site/build.py"), "--books"]]
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    assert command.main(["site"]) == 1
+    assert "run this in a clone of the course" in capsys.readouterr().err
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "remedy"),
+    [
+        (["lab"], "jupyterlab", 'pip install "hooklab[lab]"'),
+        (["slides", str(FIRST)], "nbconvert", 'pip install "hooklab[lab]"'),
+        (["site"], "sphinx", "uv run --group site hooklab site"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_how_to_get_it(
+    called, monkeypatch, capsys, tmp_path, arguments, module, remedy
+):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    folder = [f"--folder={tmp_path / 'own'}"] if arguments == ["lab"] else []
+    assert command.main([*arguments, *folder]) == 1
+    said = capsys.readouterr().err
+    assert f"没有安装 {module}" in said
+    assert f"{module} is not installed; run " in said
+    assert remedy in said
+    assert not (tmp_path / "own").exists()
+    assert called == []
