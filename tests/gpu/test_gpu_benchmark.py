@@ -558,9 +558,9 @@ def shown(tmp_path, monkeypatch, capsys) -> Callable[[dict[str, Any]], tuple[lis
     import matplotlib.pyplot as plt
 
     cells = {cell.get("id"): "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
-    monkeypatch.setattr(environment, "DATA", tmp_path)
 
     def show(result: dict[str, Any]) -> tuple[list[str], Any]:
+        monkeypatch.setattr(environment, "DATA", tmp_path)
         lesson.data("gpu_offload.json").write_text(json.dumps(result), encoding="utf-8")
         names: dict[str, Any] = {"lesson": lesson}
         for cell in ("answer-load", "answer-picture", "answer-facts", "measured-facts"):
