@@ -4,7 +4,7 @@
 
 `--check` also asks every outside link whether it works; `--books` also makes an EPUB per language. The address of the
 repository is taken from GITHUB_REPOSITORY or from git's remote, that of the site from SITE_URL; where neither is known,
-what needs them (Colab, 'report this sentence', the sitemap) is left out.
+what needs them (Colab, downloads that install hooklab, 'report this sentence', the sitemap) is left out.
 """
 
 import json
@@ -32,6 +32,15 @@ INVENTORIES = {"torch": "https://docs.pytorch.org/docs/stable/", "python": "http
 PAGEFIND = ["npx", "--yes", "pagefind@1.6.0"] if shutil.which("npx") else [sys.executable, "-m", "pagefind"]
 HIDDEN, INDEXED = ".headerlink, .run, .report", "{en,zh}/{*,*/*,api/*/*,decisions/*/*}.html"
 PAGEFIND += ["--site", str(HTML), "--root-selector", "article", "--exclude-selectors", HIDDEN, "--glob", INDEXED]
+# The set-up cell of a download, which knows where it came from.
+SETUP = """\
+try:
+    from hooklab import lesson
+except ModuleNotFoundError:  # on Colab and Kaggle
+    %pip install -q torchviz git+https://github.com/REPOSITORY
+    from hooklab import lesson
+
+lesson.start()"""
 
 
 def main(options: list[str]) -> None:
@@ -45,7 +54,7 @@ def main(options: list[str]) -> None:
     sphinx("dirhtml", "html", "-W", "--keep-going")
     shutil.rmtree(HTML / "jupyter_execute", ignore_errors=True)  # MyST-NB's own copies
     shutil.copytree(HERE / "root", HTML, dirs_exist_ok=True)
-    downloads()
+    downloads(settings)
     if settings["site"]:
         sitemap(settings["site"])
     subprocess.run(PAGEFIND, check=True, stdout=subprocess.DEVNULL)
@@ -97,15 +106,27 @@ def sphinx(builder: str, folder: str, *options: str) -> None:
         sys.exit("site: not built, for the reason above")
 
 
-def downloads() -> None:
-    """Each notebook in both languages and in one, with what it shows and reads."""
+def downloads(settings: dict[str, str]) -> None:
+    """Each notebook in both languages and in one."""
+    shutil.copytree(prepare.NOTEBOOKS / "images", HTML / "notebooks" / "images")
     for kind in ("both", *LANGUAGES):
         for path in sorted(prepare.NOTEBOOKS.glob("*.ipynb")):
             notebook = nbformat.read(path, as_version=4)
             if kind != "both":
                 notebook, _ = LANGUAGES[kind]().preprocess(notebook, {})
+            for cell in notebook.cells:
+                cell.source = by_itself(cell, settings)
             (HTML / "notebooks" / kind).mkdir(parents=True, exist_ok=True)
             nbformat.write(notebook, HTML / "notebooks" / kind / path.name)
+
+
+def by_itself(cell: nbformat.NotebookNode, settings: dict[str, str]) -> str:
+    """The source of a cell for a notebook with nothing beside it."""
+    if not settings["repository"]:
+        return cell.source
+    if "setup" in cell.metadata.get("tags", ()):
+        return SETUP.replace("REPOSITORY", settings["repository"])
+    return cell.source.replace("](images/", f"]({settings['site']}notebooks/images/")
 
 
 def sitemap(site: str) -> None:

@@ -31,8 +31,8 @@ PAGES = {
     "course": (
         "课程",
         "The course",
-        "hooklab.course.check: predict exercise hint progress, hooklab.lesson: start check_environment cached_weights, "
-        "hooklab.export: Both Chinese English",
+        "hooklab.course.check: predict exercise hint progress, "
+        "hooklab.lesson: start check_environment cached_weights data, hooklab.export: Both Chinese English",
     ),
 }
 

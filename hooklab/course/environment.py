@@ -1,5 +1,6 @@
 """Is this machine ready for the course? What is missing, and how to get it, in both languages."""
 
+import importlib.util
 import os
 import re
 import sys
@@ -12,9 +13,20 @@ import torch
 from hooklab.course.message import Message
 from hooklab.draw import graphviz
 
-__all__ = ["OLDEST_TORCH", "cached_weights", "check_environment", "main", "old_torch"]
+__all__ = [
+    "OLDEST_TORCH",
+    "STORED_TORCH",
+    "cached_weights",
+    "check_environment",
+    "data",
+    "main",
+    "old_torch",
+    "other_torch",
+]
 
 OLDEST_TORCH = (2, 11)
+STORED_TORCH = "2.15.0"  # the stored outputs come from it
+DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,34 +72,59 @@ def cached_weights(weights: Any) -> dict[str, torch.Tensor] | None:
     return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
 
 
+def data(name: str) -> Path:
+    """The file `name` that a notebook reads. It is part of the package, so a notebook finds it wherever it lies."""
+    return DATA / name
+
+
 def old_torch() -> tuple[str, str] | None:
     """Why this PyTorch does not do, in Chinese and English; None where it does."""
     if _torch_version() >= OLDEST_TORCH:
         return None
     oldest = ".".join(map(str, OLDEST_TORCH))
+    zh, en = "在 hooklab 目录下运行 `uv sync`", "Run `uv sync` in hooklab's folder"
+    if _hosted():
+        zh, en = "运行 `%pip install -U torch`，再重启内核", "Run `%pip install -U torch`, then restart the kernel"
     return (
-        f"PyTorch 版本过旧：当前是 {torch.__version__}，本课程需要 {oldest} 或更高版本。请在 hooklab 目录下运行 `uv sync`。",
-        f"PyTorch is too old: found {torch.__version__}, needed {oldest} or newer. Run `uv sync` in hooklab's folder.",
+        f"PyTorch 版本过旧：当前是 {torch.__version__}，本课程需要 {oldest} 或更高版本。请{zh}。",
+        f"PyTorch is too old: found {torch.__version__}, needed {oldest} or newer. {en}.",
     )
+
+
+def other_torch() -> Message | None:
+    """What to expect where this PyTorch is another than the one that the stored outputs come from."""
+    found = torch.__version__.partition("+")[0]  # without the build, as in 2.15.0+cpu
+    if found == STORED_TORCH:
+        return None
+    return Message(
+        "note",
+        f"笔记本里存下的输出来自 PyTorch {STORED_TORCH}，这里是 {found}：个别数字和报错的措辞可能不同。",
+        f"The stored outputs come from PyTorch {STORED_TORCH}, and this is {found}: some numbers and messages may differ.",
+    )
+
+
+def _hosted() -> bool:
+    """True on Colab and Kaggle, where a cell installs what is missing: no folder of the course, no terminal, no uv."""
+    return "google.colab" in sys.modules or "KAGGLE_KERNEL_RUN_TYPE" in os.environ
 
 
 def _no_graphviz() -> tuple[str, str] | None:
     if not graphviz.available():
+        how = "`%pip install pygraphviz`" if _hosted() else "`uv sync` / `pip install pygraphviz`"
         return (
-            "没有画计算图的工具：既没有 `dot`，也没有 pygraphviz。"
-            "请运行 `uv sync` 或 `pip install pygraphviz`；在此之前，计算图以文字显示。",
-            "Nothing here can draw a graph: neither `dot` nor pygraphviz is installed. Run `uv sync` or "
-            "`pip install pygraphviz`; until then graphs are shown as text.",
+            f"没有画计算图的工具：既没有 `dot`，也没有 pygraphviz。请运行 {how}；在此之前，计算图以文字显示。",
+            "Nothing here can draw a graph: neither `dot` nor pygraphviz is installed. "
+            f"Run {how}; until then graphs are shown as text.",
         )
     try:
         graphviz.svg_from_dot("digraph { a -> b }")
     except graphviz.NotDrawn as error:  # a small system lacks libraries that the wheel of pygraphviz needs
         why = str(error).partition("; install ")[0]
+        how = "`!apt install -y graphviz`" if _hosted() else "`apt install graphviz` / `conda install graphviz`"
         return (
-            f"计算图画不出来（{why}）。请安装 Graphviz，例如 `apt install graphviz` 或 `conda install graphviz`；"
-            "在此之前，计算图以文字显示。",
-            f"No graph can be drawn here ({why}). Install Graphviz, for example with `apt install graphviz` or "
-            "`conda install graphviz`; until then graphs are shown as text.",
+            f"计算图画不出来（{why}）。请安装 Graphviz，例如 {how}；在此之前，计算图以文字显示。",
+            f"No graph can be drawn here ({why}). Install Graphviz, for example with {how}; "
+            "until then graphs are shown as text.",
         )
     return None
 
@@ -106,6 +143,8 @@ def _other_python() -> tuple[str, str] | None:
 
 
 def _no_switch() -> tuple[str, str] | None:
+    if _hosted() or importlib.util.find_spec("jupyterlab") is None:
+        return None  # without JupyterLab's toolbar there is no place for it
     # Where JupyterLab looks: jupyter_core knows, and every kernel has it.
     from jupyter_core.paths import jupyter_path
 

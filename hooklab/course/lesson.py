@@ -3,13 +3,14 @@
 import os
 import re
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
 
 from hooklab._support.notebook_cell import running_shell
 from hooklab.course import guess_cells
-from hooklab.course.environment import old_torch
+from hooklab.course.environment import old_torch, other_torch
 from hooklab.course.errors import show_own_lines
 from hooklab.draw.colours import FIGURES
 
@@ -17,11 +18,11 @@ __all__ = ["start"]
 
 
 def start() -> None:
-    """Make what the cells print the same on every machine. Prints nothing; calling it again is harmless.
+    """Make what the cells print the same on every machine; calling it again is harmless.
 
     Two threads (or HOOKLAB_THREADS), four decimals, one-line warnings without a path, figures of one size,
     errors that show the lines of the cells and not PyTorch's, and say where a cell above has not run, and pictures that
-    say in words what is drawn in them.
+    say in words what is drawn in them. Shows nothing, but once where PyTorch is another than for the stored outputs.
 
     Raises:
         RuntimeError: PyTorch is older than the course needs, or HOOKLAB_THREADS is no positive number.
@@ -36,6 +37,16 @@ def start() -> None:
         _set_figures(shell)
         guess_cells.follow(shell)
         shell.set_custom_exc((Exception, KeyboardInterrupt), show_own_lines)
+        _tell_of_another_torch()
+
+
+@cache  # once in a kernel
+def _tell_of_another_torch() -> None:
+    from IPython.display import display
+
+    # The weekly run of the tests has another PyTorch on purpose; there a cell that shows more counts as changed.
+    if (note := other_torch()) is not None and os.environ.get("HOOKLAB_ANY_TORCH") != "1":
+        display(note)
 
 
 def _threads() -> int:

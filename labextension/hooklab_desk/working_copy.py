@@ -20,8 +20,8 @@ __all__ = ["Update", "update"]
 NOTES = ".hooklab.json"
 PAGES = ("SOURCES.md", "../QUESTIONS*.md", "../docs/cheatsheet*.md", "../docs/glossary.md")  # seen from the notebooks
 LINK_ELSEWHERE = re.compile(r"\]\((?:\.\./)?(?:docs/|notebooks/)?(?=[\w.-]+\.(?:md|ipynb)\b)")
-FOLDERS = ("images", "data")  # what the notebooks show and read
-HIDDEN = (*FOLDERS, "*.md")  # from the file browser
+IMAGES = "images"  # what the notebooks show
+HIDDEN = (IMAGES, "*.md")  # from the file browser
 
 
 @dataclass
@@ -50,9 +50,8 @@ def update(course: Path, own: Path) -> Update:
     for notebook in notebooks:
         _bring(notebook, own / notebook.name, notes, report)
     _write(own / NOTES, json.dumps(notes, indent=1))
-    for folder in FOLDERS:
-        if (course / folder).is_dir():
-            shutil.copytree(course / folder, own / folder, dirs_exist_ok=True)
+    if (course / IMAGES).is_dir():
+        shutil.copytree(course / IMAGES, own / IMAGES, dirs_exist_ok=True)
     for page in [page for pattern in PAGES for page in course.glob(pattern)]:
         _write(own / page.name, _with_links_beside(page.read_text(encoding="utf-8")))
     return report

@@ -2,7 +2,7 @@
 
     uv run --with torchtune==0.6.1 --with torchao==0.15.0 python tests/benchmarks/gpu_offload.py
 
-writes notebooks/data/gpu_offload.json, which notebook 36 plots. `--with` brings torchtune into an environment that
+writes hooklab/course/data/gpu_offload.json, which notebook 36 plots. `--with` brings torchtune into an environment that
 uv throws away; without it that rival is left out, and with another torchao its import fails. Goal: at most 6.5 GB at
 no more than 1.5x the stock step, and at every memory budget faster than each of the others.
 
@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from hooklab import Offload, checkpoint_segments
 from hooklab.stores import PinnedMemory
 
-RESULT = Path(__file__).parents[2] / "notebooks" / "data" / "gpu_offload.json"
+RESULT = Path(__file__).parents[2] / "hooklab" / "course" / "data" / "gpu_offload.json"
 GB, MIB = 10**9, 2**20
 
 

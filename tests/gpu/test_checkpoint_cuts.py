@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hooklab import Offload, checkpoint_segments, saved_tensors
+from hooklab import Offload, checkpoint_segments, lesson, saved_tensors
 
 pytestmark = pytest.mark.long  # `make test-long`
 MIB = 2**20
@@ -230,7 +230,7 @@ def most_alive(make, plan=None, **options):
     ],
 )
 def test_what_is_alive_on_meta_is_what_a_gpu_took(name, plan):
-    result = json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))
+    result = json.loads(lesson.data("gpu_offload.json").read_text("utf-8"))
     (measured,) = (run["peak_allocated"] / 1e9 for run in result["runs"] if run["name"] == name)
     assert most_alive(lambda model: model, plan) == pytest.approx(measured, rel=0.01)
 

@@ -18,7 +18,8 @@ from fake_device import SlowDevice, SlowMemory
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hooklab import saved_tensors
+from hooklab import lesson, saved_tensors
+from hooklab.course import environment
 
 pytestmark = pytest.mark.long  # `make test-long`
 FILE = Path(__file__).parents[1] / "benchmarks" / "gpu_offload.py"
@@ -557,12 +558,11 @@ def shown(tmp_path, monkeypatch, capsys) -> Callable[[dict[str, Any]], tuple[lis
     import matplotlib.pyplot as plt
 
     cells = {cell.get("id"): "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
-    monkeypatch.chdir(tmp_path)
 
     def show(result: dict[str, Any]) -> tuple[list[str], Any]:
-        Path("data").mkdir(exist_ok=True)
-        Path("data/gpu_offload.json").write_text(json.dumps(result), encoding="utf-8")
-        names: dict[str, Any] = {}
+        monkeypatch.setattr(environment, "DATA", tmp_path)
+        lesson.data("gpu_offload.json").write_text(json.dumps(result), encoding="utf-8")
+        names: dict[str, Any] = {"lesson": lesson}
         for cell in ("answer-load", "answer-picture", "answer-facts", "measured-facts"):
             exec(cells[cell], names)
         return capsys.readouterr().out.splitlines(), plt.gcf().axes
@@ -594,7 +594,7 @@ def test_the_notebook_shows_what_was_measured(benchmark, cuda, capsys, shown):
 
 
 def test_what_the_notebook_says_is_what_was_measured():
-    result = json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))
+    result = json.loads(lesson.data("gpu_offload.json").read_text("utf-8"))
     runs = {run["name"]: run for run in result["runs"]}
     stock = runs["stock"]["seconds"]
     cells = {one["id"]: "".join(one["source"]) for one in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]}
@@ -644,7 +644,7 @@ def test_what_the_notebook_says_is_what_was_measured():
 
 
 def test_the_committed_figures_are_of_the_whole_task_and_the_notebook_shows_them(shown):
-    result = json.loads((NOTEBOOK.parent / "data" / "gpu_offload.json").read_text("utf-8"))
+    result = json.loads(lesson.data("gpu_offload.json").read_text("utf-8"))
     assert result["task"] == "resnet152, batch 256, 224 x 224, float32, SGD"
     assert {"gpu", "driver", "cuda", "cudnn", "torch", "torchvision", "date"} <= set(result["machine"])
     assert [run["name"] for run in result["runs"]] == ON_CUDA

@@ -60,6 +60,12 @@ def test_the_oldest_torch_is_the_same_in_the_package_and_in_the_metadata():
     assert f"torch>={'.'.join(map(str, lesson.OLDEST_TORCH))}" in PROJECT["project"]["dependencies"]
 
 
+def test_the_torch_of_the_stored_outputs_is_the_pinned_one():
+    from hooklab import lesson
+
+    assert f"torch=={lesson.STORED_TORCH}" in PROJECT["tool"]["uv"]["constraint-dependencies"]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_no_link_in_a_document_is_dead(document):
     text = document.read_text(encoding="utf-8")

@@ -26,7 +26,11 @@ TAGS = {
     "exercise", "facts", "nbval-ignore-output", "own-model", "predict", "raises-exception", "setup", "solution",
     "en-docs", "lab-only", "zh-docs",
 }  # fmt: skip
-SETUP = "from hooklab import lesson\n\nlesson.start()"
+SETUP = """\
+# Colab, Kaggle: first run %pip install git+ADDRESS_OF_THE_REPOSITORY
+from hooklab import lesson
+
+lesson.start()"""
 # A path (not a closing tag, not the tail of an address on the web), a Windows path, an object's address.
 MACHINE = re.compile(r"(?<![\w<:/.])/(?:[\w.+-]+/)+[\w.+-]*|\b[A-Z]:\\\w|0x[0-9a-f]{6,}|ipykernel_\d|<ipython-input")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
