@@ -179,7 +179,7 @@ class Edition:
         if page in ("cheatsheet", "questions", "sources", "limits"):  # wide tables
             text = f"---\nlayout: compact\n---\n\n{text}"
         if page in ("glossary", "sources"):
-            text = one_language(text, self.split)
+            text = self.split.document(text)
         if page in ("cheatsheet", "questions", "glossary", "sources"):
             text = re.sub(r"^[^|\n]*(?:`make refresh`|JupyterLab)[^|\n]*$", about_the_page, text, flags=re.MULTILINE)
         elif self.language == "zh" and page.startswith(ENGLISH_ONLY):
@@ -235,25 +235,6 @@ def describe(cell: NotebookNode, output: NotebookNode) -> None:
     for mime in data.keys() & {"image/png", "image/svg+xml"}:
         alt = output.metadata.get(mime, {}).get("alt") or data.get("text/plain", "")
         cell.metadata["mystnb"] = {"image": {"alt": re.sub(r"\s+", " ", alt)[:400]}}
-
-
-def one_language(text: str, split: OneLanguage) -> str:
-    """A page in whose headings, paragraphs and table cells Chinese stands before ` · ` or `<br>`, and English after it."""
-    half = split.half
-
-    def paragraph(found: re.Match[str]) -> str:
-        return found[1 + half].strip().replace("\n", " ") + "\n\n"
-
-    text = re.sub(r"^([^|\n]*[\u4e00-\u9fff][^|\n]*)<br>\n([^|]+?)\n\n", paragraph, text, flags=re.MULTILINE)
-    forms = (
-        (r"^(#+ |- \*\*\w+\*\*: )", " · ", "$"),
-        (r"(\| \[?(?:\d\d )?)", " · ", r"\]| \|"),
-        (r"(\| )", "<br>", r" \|"),
-    )
-    for begin, middle, end in forms:
-        pattern = rf"{begin}([^|\n]*?[\u4e00-\u9fff][^|\n]*?){middle}([^|\n]+?)(?={end})"
-        text = re.sub(pattern, lambda found: found[1] + found[2 + half], text, flags=re.MULTILINE)
-    return text
 
 
 def about_the_page(line: re.Match[str]) -> str:

@@ -20,6 +20,12 @@ __all__ = ["LANGUAGES", "Both", "Chinese", "English", "OneLanguage"]
 HEADING = re.compile(r"^(`{3,}|~{3,})[\s\S]*?^\1|^(#+ (?:[\d.]+ )?)(.+?) · (.+)$", re.MULTILINE)
 PREDICTS = re.compile(r"check\.predict\(\"([^\"]+)\"")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
+# Begin, middle and end of a heading, of a table cell or the title of a link in it, and of a cell with two lines.
+BILINGUAL = (
+    (r"^(#+ |- \*\*\w+\*\*: )", " · ", "$"),
+    (r"(\| \[?(?:\d\d )?)", " · ", r"\]| \|"),
+    (r"(\| )", "<br>", r" \|"),
+)
 DIV = re.compile(r"<(/?)div\b[^>]*>\n*")
 
 # A slide that is longer than the screen scrolls, and a long line of code wraps: nbconvert's own page cuts both off.
@@ -114,6 +120,18 @@ class OneLanguage(Both):
         if depth:  # a <div> in code, perhaps, that nothing ends
             return re.sub(rf'<div lang="{self.other}">.*?</div>\n*', "", text, flags=re.DOTALL)
         return kept + text[end:]
+
+    def document(self, text: str) -> str:
+        """A document in whose headings, paragraphs and table cells Chinese stands before ` · ` or `<br>`, English after it."""
+
+        def paragraph(found: re.Match[str]) -> str:
+            return found[1 + self.half].strip().replace("\n", " ") + "\n\n"
+
+        text = re.sub(r"^([^|\n]*[\u4e00-\u9fff][^|\n]*)<br>\n([^|]+?)\n\n", paragraph, text, flags=re.MULTILINE)
+        for begin, middle, end in BILINGUAL:
+            pattern = rf"{begin}([^|\n]*?[\u4e00-\u9fff][^|\n]*?){middle}([^|\n]+?)(?={end})"
+            text = re.sub(pattern, lambda found: found[1] + found[2 + self.half], text, flags=re.MULTILINE)
+        return text
 
 
 class Chinese(OneLanguage):
