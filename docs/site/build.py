@@ -134,7 +134,6 @@ def sitemap(site: str) -> None:
     rows = "".join(f"<url><loc>{site}{page}/</loc></url>\n" for page in pages if "_modules" not in page)
     head = '<?xml version="1.0" encoding="UTF-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n'
     (HTML / "sitemap.xml").write_text(f"{head}{rows}</urlset>\n", encoding="utf-8")
-    (HTML / "robots.txt").write_text(f"User-agent: *\nAllow: /\nSitemap: {site}sitemap.xml\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ def say(zh, en):
     return zh if ZH else en
 
 
-language = say("zh_CN", "en")
-project, version = "hooklab", hooklab.__version__
+language, project, version = say("zh_CN", "en"), "hooklab", hooklab.__version__
 copyright = say("hooklab 的作者 · MIT 许可证", "the hooklab authors · MIT licence")
 extensions = ["myst_nb", "sphinx_codeautolink", "sphinx_copybutton"]
 extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "napoleon", "intersphinx", "viewcode")]
