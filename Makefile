@@ -57,7 +57,8 @@ STOPPED = { \
   echo "hooklab: 安装中断，原因见上面几行。再运行一次 make 即可，下载过的不会重来；下载慢，就先在 UV_DEFAULT_INDEX 里设镜像。"; \
   echo "hooklab: the installation stopped, for the reason above. Run make again: what has been downloaded is kept;"; \
   echo "         where downloads are slow, set a mirror in UV_DEFAULT_INDEX first."; exit 1; }
-NEEDS := pyproject.toml $(wildcard labextension/* labextension/*/* labextension/*/*/*)
+# Not folders, nor bytecode: these change whenever something runs.
+NEEDS := pyproject.toml $(filter %.json %.js %.css %.py,$(wildcard labextension/* labextension/*/* labextension/*/*/*))
 
 $(VENV)/.hooklab-ready: $(NEEDS) | $(UV_NEEDED)
 	@echo "hooklab: 正在把 PyTorch、JupyterLab 等装进 $(VENV)（第一次要几分钟，Linux 上约 6 GB）……"
