@@ -1,10 +1,10 @@
 """`make site`: the course on the web, in both languages, in docs/site/_build/html.
 
-    python docs/site/build.py [--check] [--books]
+    python docs/site/build.py [--check]
 
-`--check` also asks every outside link whether it works; `--books` also makes an EPUB per language. The address of the
-repository is taken from GITHUB_REPOSITORY or from git's remote, that of the site from SITE_URL; where neither is known,
-what needs them (Colab, downloads that install hooklab, 'report this sentence', the sitemap) is left out.
+`--check` also asks every outside link whether it works. The address of the repository is taken from GITHUB_REPOSITORY or
+from git's remote, that of the site from SITE_URL; where neither is known, what needs them (Colab, downloads that install
+hooklab, 'report this sentence', the sitemap) is left out.
 """
 
 import json
@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import nbformat
 
@@ -54,14 +55,17 @@ def main(options: list[str]) -> None:
     sphinx("dirhtml", "html", "-W", "--keep-going")
     shutil.rmtree(HTML / "jupyter_execute", ignore_errors=True)  # MyST-NB's own copies
     shutil.copytree(HERE / "root", HTML, dirs_exist_ok=True)
+    lost = HTML / "404.html"  # shown at addresses of any depth, so its links begin at the root of the host
+    lost.write_text(lost.read_text("utf-8").replace("BASE", urlsplit(settings["site"]).path or "/"), encoding="utf-8")
     downloads(settings)
+    sphinx("epub", "epub")
+    for language in LANGUAGES:
+        shutil.copy(BUILD / "epub" / language / "hooklab.epub", HTML / f"hooklab.{language}.epub")
     if settings["site"]:
         sitemap(settings["site"])
     subprocess.run(PAGEFIND, check=True, stdout=subprocess.DEVNULL)
     if "--check" in options:
         sphinx("linkcheck", "links")
-    if "--books" in options:
-        sphinx("epub", "epub")
     print(f"site: {HTML} in {time.perf_counter() - start:.0f} s; see it with: make site-serve")
 
 

@@ -94,6 +94,8 @@ class Edition:
         for cell in cells:
             if "lab-only" in cell.metadata.get("tags", ()):
                 continue
+            if "setup" in cell.metadata.get("tags", ()):  # its comment is for who runs it elsewhere
+                cell.source = re.sub(r"^#.*\n", "", cell.source)
             if cell.cell_type == "markdown":
                 plain = re.sub(r'^<div lang="\w+">\n+|\n+</div>$', "", cell.source, flags=re.MULTILINE)
                 cell.source = self.links(plain, file)
@@ -115,9 +117,7 @@ class Edition:
 
     def field(self, source: str) -> str:
         """A field in place of `guess = None`."""
-        fields = (
-            f'<label>{name}<input placeholder="None"></label>{note or ""}' for name, note in GUESS.findall(source)
-        )
+        fields = [f'<label>{name}<input placeholder="None"></label>{note}' for name, note in GUESS.findall(source)]
         return f'<p class="guess">{"<br>".join(fields)}</p>'
 
     def fold(self, cells: list[NotebookNode], name: str) -> None:
@@ -149,18 +149,14 @@ class Edition:
 
     def run_links(self, name: str, notebook: bool = True) -> str:
         """Where the notebook can be run, as far as the address of the repository is known, and its downloads."""
-        place = f"github/{self.repository}/blob/main/notebooks/{name}"
         there = {
-            "Colab": f"https://colab.research.google.com/{place}",
+            "Colab": f"https://colab.research.google.com/github/{self.repository}/blob/main/notebooks/{name}",
             "Binder": f"https://mybinder.org/v2/gh/{self.repository}/main?labpath=notebooks/{name}",
             "Codespaces": f"https://codespaces.new/{self.repository}",
         }
-        kinds = {
-            "both": ("下载（双语）", "Download (both languages)"),
-            "zh": ("只下中文", "Chinese"),
-            "en": ("只下英文", "English"),
-        }
-        downloads = {self.say(*words): f"../../notebooks/{kind}/{name}" for kind, words in kinds.items()}
+        both = self.say("下载（双语）", "Download (both languages)")
+        kinds = {"both": both, "zh": self.say("只下中文", "Chinese"), "en": self.say("只下英文", "English")}
+        downloads = {words: f"../../notebooks/{kind}/{name}" for kind, words in kinds.items()}
         places = (there if self.repository else {}) | (downloads if notebook else {})
         links = "".join(f'<a href="{url}">{text}</a>' for text, url in places.items())
         return f'<p class="run">{links}</p>' if links else ""
@@ -170,9 +166,8 @@ class Edition:
     def document(self, page: str, document: str) -> str:
         text = self.file(document).read_text("utf-8")
         if page == "limits":
-            text = re.sub(
-                r"^## (\S+)$", lambda found: f"(limits-{found[1].lower()})=\n{found[0]}", text, flags=re.MULTILINE
-            )
+            label = "(limits-{})=\n## {}".format
+            text = re.sub(r"^## (\S+)$", lambda name: label(name[1].lower(), name[1]), text, flags=re.MULTILINE)
         if page == "decisions/index":
             own = "\n".join(other.removeprefix("decisions/") for other in PAGES if other.startswith("decisions/0"))
             text += f"\n```{{toctree}}\n:hidden:\n\n{own}\n```\n"

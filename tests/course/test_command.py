@@ -90,8 +90,8 @@ def test_slides_of_a_notebook_that_is_not_there_say_where_notebooks_are(called, 
 
 def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: name)
-    assert command.main(["site", "--books"]) == 7
-    assert called == [[str(notebook_form.ROOT / "docs/site/build.py"), "--books"]]
+    assert command.main(["site", "--check"]) == 7
+    assert called == [[str(notebook_form.ROOT / "docs/site/build.py"), "--check"]]
     monkeypatch.setattr(command, "ROOT", tmp_path)
     assert command.main(["site"]) == 1
     assert "run this in a clone of the course" in capsys.readouterr().err

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "docs" / "site"))
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The folder with the pages, and next to it `epub`."""
+    """The folder with the pages."""
     pytest.importorskip("sphinx", reason="`make test-long` installs what the site needs")
     build = tmp_path_factory.mktemp("site")
     settings = {
@@ -24,7 +24,7 @@ def site(tmp_path_factory):
         "GITHUB_REPOSITORY": "example/hooklab",
         "SITE_URL": "https://example.org/hooklab/",
     }
-    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--books"]
+    command = [sys.executable, str(ROOT / "docs" / "site" / "build.py")]
     built = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
     return build / "html"

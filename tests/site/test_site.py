@@ -9,6 +9,7 @@ from urllib.parse import unquote, urldefrag
 
 import nbformat
 import pytest
+import yaml
 
 pytestmark = pytest.mark.long  # in one file: the site is built once, by the process that runs this file
 HAN = re.compile(r"[\u4e00-\u9fff]+")
@@ -100,6 +101,7 @@ def test_each_page_is_in_one_language_and_says_so(pages):
         assert {"zh-CN", "en", "x-default"} <= set(page.meta), name
         assert page.meta["en"] == f"https://example.org/hooklab/en/{rest}"
         assert len(page.meta["description"]) >= 20, name
+        assert any("template=unclear-sentence" in link for link in page.links), name
         if language == "en" and not rest.startswith((*BILINGUAL, "_modules")):
             assert set(HAN.findall(page.text)) <= {"中文"}, name  # the name of a button
         if language == "zh" and re.match(r"\d\d_", rest):
@@ -140,10 +142,13 @@ def test_the_sitemap_lists_every_page(site, pages):
     assert set(listed) == {name for name in pages if "_modules" not in name}
 
 
+def test_a_page_that_is_not_there_leads_to_the_course(site):
+    assert re.findall(r'href="([^"]+)"', (site / "404.html").read_text("utf-8")) == ["/hooklab/zh/", "/hooklab/en/"]
+
+
 def test_there_is_a_book_in_each_language(site):
     for language in ("zh", "en"):
-        (book,) = (site.parent / "epub" / language).glob("*.epub")
-        names = zipfile.ZipFile(book).namelist()
+        names = zipfile.ZipFile(site / f"hooklab.{language}.epub").namelist()
         assert sum(bool(re.search(r"\d\d_\w+\.xhtml$", name)) for name in names) == len(BOOKS)
 
 
@@ -193,6 +198,17 @@ def test_search_finds_the_page(address, page, language, query, wanted):
     page.goto(f"{address}{language}/")
     found = page.evaluate(FIRST_THREE, query)
     assert any(f"/{language}/{wanted}/" in url for url in found), found
+
+
+@pytest.mark.parametrize("language", SEARCHES)
+def test_search_finds_every_quoted_error(address, page, language):
+    page.goto(f"{address}{language}/")
+    groups = yaml.safe_load((Path(__file__).parents[2] / "notebooks/questions.yml").read_text("utf-8"))
+    errors = {row["error"]: row["at"][0] for group in groups for row in group["questions"] if "error" in row}
+    assert len(errors) > 30
+    for error, notebook in errors.items():
+        found = page.evaluate(FIRST_THREE, error)
+        assert any("/questions/" in url or f"/{notebook}/" in url for url in found), (error, found)
 
 
 def test_enter_in_a_guess_unfolds_what_happens(address, page):
