@@ -9,7 +9,7 @@ import torch
 from torch import Size, Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["first_shape", "joined", "map_tensors", "shapes", "tensors_in"]
+__all__ = ["first_shape", "is_data", "joined", "map_tensors", "shapes", "tensors_in"]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -59,6 +59,14 @@ def joined(values: Sequence[object]) -> Any:
         raise ValueError(f"have shapes that cannot be joined on dim 0: {_listed(values)}")
     columns = (torch.cat(column) for column in zip(*rows, strict=True))
     return map_tensors(lambda tensor: next(columns), values[0])
+
+
+def is_data(value: object) -> bool:
+    """True for tensors, None, numbers and text, also in tuples, lists, dicts and dataclasses; False for other objects."""
+    if value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device):
+        return True
+    is_container = isinstance(value, list | tuple | dict) or _is_dataclass(value)
+    return is_container and all(map(is_data, _items(value)))
 
 
 def first_shape(value: object) -> tuple[int, ...] | None:

@@ -30,7 +30,7 @@ def features(
     of: Literal["output", "input"] = "output",
     every: bool = False,
 ) -> "Features":
-    """The outputs of layers in the middle of a model, by name; `with`, or `.remove()`, takes the hooks off.
+    """The outputs, or inputs, of layers in the middle of a model, by name; `with`, or `.remove()`, takes the hooks off.
 
     Args:
         model: the module to run.
@@ -82,7 +82,7 @@ class Features(Installed, Mapping[str, Any]):
         self._detaches = keep is Tensor.detach
         self._keep = keep
         self._log: dict[str, list[tuple[Any, Any]]] = {}  # name -> for each call, what was kept and its versions
-        self._every, self._ever = every, dict[str, list[tuple[Any, Any]]]()  # the same of all forwards
+        self._every, self._history = every, dict[str, list[tuple[Any, Any]]]()  # the same of all forwards
         self._call: FrameType | None = None  # the frame that called the forward that is going on, in `_thread`
         self._thread = 0
         self._has_run = self._stopped = False
@@ -94,10 +94,10 @@ class Features(Installed, Mapping[str, Any]):
         with self._all_or_none():
             for layer, names in groups(layers):
                 calls: list[tuple[Any, Any]] = []
-                ever: list[tuple[Any, Any]] = []
-                add(self._hooked(layer, names[0], calls, ever))
+                history: list[tuple[Any, Any]] = []
+                add(self._hooked(layer, names[0], calls, history))
                 for name in names:
-                    self._log[name], self._ever[name], around = calls, ever, root
+                    self._log[name], self._history[name], around = calls, history, root
                     for part in name.split("."):
                         inside.setdefault(around, []).append(calls)
                         around = around.get_submodule(part)
@@ -125,13 +125,13 @@ class Features(Installed, Mapping[str, Any]):
                 calls.clear()
 
     @eager
-    def _note_input(self, name: str, calls: list, ever: list, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _note_input(self, name: str, calls: list, history: list, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep the first argument that holds a tensor."""
         given = (value for value in (*args, *kwargs.values()) if any(True for _ in tensors_in(value)))
-        self._note(name, calls, ever, module, args, next(given, None))
+        self._note(name, calls, history, module, args, next(given, None))
 
     @eager
-    def _note(self, name: str, calls: list, ever: list, module: nn.Module, args: tuple, output: Any) -> None:
+    def _note(self, name: str, calls: list, history: list, module: nn.Module, args: tuple, output: Any) -> None:
         """Keep one output, or input. What a checkpoint recomputes is not kept, but `keep` draws its random numbers again."""
         if self._stopped:
             return
@@ -146,7 +146,7 @@ class Features(Installed, Mapping[str, Any]):
             calls.clear()
         calls.append((kept, _versions(kept)))
         if self._every:
-            ever.append(calls[-1])
+            history.append(calls[-1])
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -233,10 +233,10 @@ class Features(Installed, Mapping[str, Any]):
         if name in self._log and not self._every:
             ask = f"features(model, {name!r}, every=True)"
             raise RuntimeError(f"features.all: only the last forward is kept; ask for all of them before: {ask}")
-        if not self._ever.get(name):
+        if not self._history.get(name):
             self._record(name)  # says why there is none
         try:
-            return joined([self._checked(name, *call) for call in self._ever[name]])
+            return joined([self._checked(name, *call) for call in self._history[name]])
         except ValueError as error:
             advice = f"read f.calls[{name!r}] after each forward, or let `keep` give them one form"
             raise ValueError(f"features.all: the {self._of}s of {name!r} {error}; {advice}") from None
@@ -297,7 +297,7 @@ class Features(Installed, Mapping[str, Any]):
         """What was kept, without the model. Its tensors have other versions, so it says which are unedited."""
         logs = {
             which: {name: [(kept, _is_unedited(kept, old)) for kept, old in calls] for name, calls in log.items()}
-            for which, log in (("_log", self._log), ("_ever", self._ever))
+            for which, log in (("_log", self._log), ("_history", self._history))
         }
         return {**super().__getstate__(), **logs, "_model": None, "_keep": None, "_call": None, "_wanted": set()}
 
