@@ -142,15 +142,17 @@ class Dead(dict[str, list[int]]):
     """What `LayerStatistics.dead` returns: a dict that says why it lacks a layer."""
 
     def __init__(self, statistics: LayerStatistics):
-        found = {name: tally.units for name, tally in statistics._tallies.items() if tally.units and tally.calls}
-        super().__init__({name: units.dead() for name, units in found.items() if not units.unknown})
-        self._unknown = {name: units.unknown for name, units in found.items() if units.unknown}
+        units = {name: tally.units for name, tally in statistics._tallies.items() if tally.units is not None}
+        found = {name: one.dead() for name, one in units.items()}
+        super().__init__({name: dead for name, dead in found.items() if dead is not None})
+        self._unknown = {name: one.unknown for name, one in units.items()}
         self._statistics = statistics
 
     def __missing__(self, name: str) -> list[int]:
         self._statistics[name]  # raises where nothing was counted
+        why = self._unknown[name] or "its tensors were empty or without values (meta, fake)"
         advice = "choose layers whose outputs have the same number of units there"
-        raise KeyError(f"layer_statistics.dead: no units of {name!r}: {self._unknown[name]}; {advice}")
+        raise KeyError(f"layer_statistics.dead: no units of {name!r}: {why}; {advice}")
 
 
 def _hung_already(hook: Callable, tensor: Tensor) -> bool:

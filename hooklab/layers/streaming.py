@@ -173,9 +173,11 @@ class Units:
         else:
             self.unknown = f"one tensor has {len(self.alive)} units, another {len(alive)}"
 
-    def dead(self) -> list[int]:
-        """The units that were always zero; on a GPU this waits for it."""
-        return [] if self.alive is None else (~self.alive).nonzero().flatten().tolist()
+    def dead(self) -> list[int] | None:
+        """The units that were always zero; None where these are unknown. On a GPU this waits for it."""
+        if self.unknown or self.alive is None:
+            return None
+        return (~self.alive).nonzero().flatten().tolist()
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sequentials, and ModuleLists, that run in segments: the input of each segment is saved, the rest is recomputed in backward."""
+"""Sequentials and ModuleLists in segments: the input of each is saved, the rest is recomputed in backward."""
 
 import warnings
 import weakref
@@ -39,7 +39,8 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments"
         the segments are moved.
 
     Raises:
-        KeyError, TypeError, ValueError: no such layer, neither kind of it, or a number below 1; nothing is changed.
+        KeyError, TypeError, ValueError: no such layer, no plain Sequential or ModuleList, or a number below 1; nothing
+            is changed.
         RuntimeError: in forward, if a segment edits its input in place; in backward, if a parameter was edited
             since forward, as in plain PyTorch.
 
@@ -157,7 +158,8 @@ class Call(nn.Module):
 
 def run_saving_input(segment: nn.Sequential, input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest recomputed."""
-    several, where = type(input) is tuple, f"the segment that begins with {type(segment[0]).__name__}"
+    first = segment[0].block if isinstance(segment[0], Call) else segment[0]
+    several, where = type(input) is tuple, f"the segment that begins with {type(first).__name__}"
     inputs = input if several else (input,)
     if not all(isinstance(one, Tensor) for one in inputs):
         wanted = "a tensor, or a tuple of tensors; leave it out of the plan"
@@ -260,11 +262,12 @@ def _switched_blocks(name: str, module: nn.ModuleList, blocks: int) -> list[Swit
     if blocks > 1:
         one = f"calls its blocks one by one: 1 block per segment, {{{name!r}: 1}}"
         raise ValueError(f"checkpoint_segments(plan[{name!r}]={blocks}): the owner of a ModuleList {one}")
-    for number, block in module.named_children():
+    named = {f"{name}.{number}".lstrip("."): block for number, block in module.named_children()}
+    for name, block in named.items():
         if getattr(block.forward, "__func__", None) is not type(block).forward:
             own = "a forward of its own, put there by a wrapper or another plan; remove that first"
-            raise ValueError(f"checkpoint_segments: '{name}.{number}' has {own}")
-    return [SwitchedBlock(f"{name}.{number}", block, 1) for number, block in module.named_children()]
+            raise ValueError(f"checkpoint_segments: {name!r} has {own}")
+    return [SwitchedBlock(name, block, 1) for name, block in named.items()]
 
 
 def _plannable(modules: dict[str, nn.Module], name: str) -> nn.Module:

@@ -752,3 +752,7 @@ def test_a_layer_without_units_in_common_is_left_out_and_named_with_the_reason()
     with pytest.raises(KeyError, match="'7' was not asked for"):
         stats.dead["7"]
     assert stats["1"].calls == 2
+    with layer_statistics(layer := nn.Identity(), "", units=1) as stats:
+        layer(torch.ones(2, 3, device="meta")), layer(torch.ones(0, 3))
+    with pytest.raises(KeyError, match="no units of '': its tensors were empty or without values"):
+        stats.dead[""]
