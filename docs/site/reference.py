@@ -18,7 +18,8 @@ PAGES = {
         "层",
         "Layers",
         "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics",
+        "hooklab.layers.statistics: layer_statistics LayerStatistics, "
+        "hooklab.layers.finite: finite Finite, hooklab.layers.finite_flags: NotFinite",
     ),
     "saved": (
         "已保存张量",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hooklab._support import refuse
+from hooklab._support.nested import first_shape
 from hooklab._support.nodes import node_name
 from hooklab._support.torch_private import in_transform, is_fake, without_modes
 from hooklab.layers.streaming import plain
@@ -76,7 +77,7 @@ def look_at(tensors: Iterable[Tensor | None]) -> Iterator[Seen]:
                 # One pass over the memory, where `isfinite` makes four; inf * 0 is NaN.
                 low, high = plain(values).aminmax()
                 operation = "" if tensor.grad_fn is None else node_name(tensor.grad_fn)
-                yield Seen(tuple(tensor.shape), operation, (low * 0 + high * 0).float())
+                yield Seen(first_shape(tensor) or (), operation, (low * 0 + high * 0).float())
 
 
 def refuse_the_first(phase: str, looks: list[Look]) -> None:

@@ -1,8 +1,10 @@
 """finite: the first inf or NaN, in forward and in backward, with layer, operation and whether it was there before."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab import NotFinite, finite, hooks_on, no_leftovers
 from hooklab._support import torch_private
+from hooklab._support.nested import tensors_in
 
 INF, NAN = math.inf, math.nan
 
@@ -378,6 +381,45 @@ def test_flags_are_read_once_after_forward_and_once_after_backward(model, monkey
 # ---- hooks ----
 
 
+def test_no_tensor_and_no_graph_is_kept():
+    gc.disable()
+    try:
+        freed = []
+        model = nn.Sequential(nn.Linear(4, 4), Returns(lambda x: x * 2), nn.ReLU())
+        model[1].register_forward_hook(lambda module, args, out: freed.append(weakref.ref(out)))
+        with finite(model):
+            backward_of(model, torch.ones(2, 4))
+            assert len(freed) == 1
+            assert freed[0]() is None
+            model(torch.ones(2, 4))
+            assert freed[1]() is None, "also where no backward comes"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["transformer", "lstm", "embedding"])
+def test_models_of_other_kinds_are_found_good_and_found_bad(name):
+    torch.manual_seed(0)
+    if name == "transformer":  # in eval mode its padding makes nested tensors
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2).eval()
+        mask = torch.tensor([[False, False, True], [False, True, True]])
+        args = torch.randn(2, 3, 8), None, mask
+    elif name == "lstm":
+        model, args = nn.LSTM(3, 4, num_layers=2), (torch.randn(5, 2, 3),)
+    else:  # its gradient is sparse
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+        args = (torch.tensor([1, 2, 1]),)
+    with finite(model):
+        sum(t.sum() for t in tensors_in(model(*args))).backward()
+        with torch.no_grad():
+            model(*args)
+        next(model.parameters()).data.fill_(NAN)
+        raised_by(model, *args)
+        with torch.no_grad():
+            raised_by(model, *args)
+
+
 def test_values_and_gradients_are_the_same_and_nothing_is_left(model):
     x, twin = torch.randn(3, 4), copy.deepcopy(model)
     before = state_of(model)
@@ -536,9 +578,13 @@ def test_under_a_checkpoint_with_reentry_the_whole_block_is_the_operation(with_n
 
 def test_what_raises_in_backward_itself_comes_first(with_norm):
     model, x = with_norm
-    with finite(model), pytest.warns(UserWarning), torch.autograd.detect_anomaly():
-        with pytest.raises(RuntimeError, match="returned nan values") as info:
-            backward_of(model, x)
+    with (
+        finite(model),
+        pytest.warns(UserWarning, match="Anomaly Detection|Error detected"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="returned nan values") as info,
+    ):
+        backward_of(model, x)
     assert not isinstance(info.value, NotFinite)
 
 
@@ -554,3 +600,13 @@ def test_a_sum_in_grad_that_overflows_is_not_seen():
 def test_a_compiled_model_is_announced(model):
     with pytest.warns(UserWarning, match="finite: this model is compiled"):
         finite(torch.compile(model)).remove()
+
+
+def test_a_model_that_is_compiled_afterwards_is_looked_at(with_norm):
+    model, x = with_norm
+    torch.compiler.reset()
+    with finite(model):
+        compiled = torch.compile(model, backend="eager")
+        assert raised_by(compiled, torch.full((2, 4), NAN)).layer == "0"
+        assert raised_by(backward_of, compiled, x).layer == "1"
+    torch.compiler.reset()
