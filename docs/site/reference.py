@@ -17,9 +17,8 @@ PAGES = {
     "layers": (
         "层",
         "Layers",
-        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics, "
-        "hooklab.layers.finite: finite Finite, hooklab.layers.finite_flags: NotFinite",
+        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, hooklab.layers.finite: finite Finite NotFinite, "
+        "hooklab.layers.statistics: layer_statistics LayerStatistics",
     ),
     "saved": (
         "已保存张量",

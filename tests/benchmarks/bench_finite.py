@@ -27,7 +27,7 @@ def main() -> bool:
         with finite(model):
             step()
 
-    seconds = medians({"plain": step, "finite": looked_at}, rounds=7, repeat=1)
+    seconds = medians({"plain": step, "finite": looked_at}, rounds=11, repeat=1)
     print(f"ResNet-18, batch {BATCH} of 224 x 224, forward, backward and step, {torch.get_num_threads()} thread")
     print("  " + "   ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
     return report("finite / plain", seconds["finite"] / seconds["plain"], BUDGET)
