@@ -35,8 +35,7 @@ class Finite(Installed):
         super().__init__("finite")
         self._running: list[Call] = []  # outermost first
         self._forward: list[Look] = []
-        self._backward: list[Look] = []
-        self._queued = -1  # the backward pass at whose end `_after_backward` will run
+        self._backward: dict[int, list[Look]] = {}  # for each backward pass, since one may run inside another
         with self._all_or_none():
             for module, names in groups(layers):
                 begin, end = OwnHook(self._begin, names[0]), OwnHook(self._end, names[0])
@@ -53,6 +52,7 @@ class Finite(Installed):
             self._running.pop()  # Ctrl-C has ended it, which calls no hook
         if not self._running:
             self._forward.clear()
+            self._backward.clear()  # an error has ended what is still there
         inputs = list(tensors_in((args, kwargs)))
         # What was computed since the last layer belongs to the module around, and what comes from outside to nobody.
         self._follow(inputs, self._running[-1].layer if self._running else None)
@@ -94,23 +94,22 @@ class Finite(Installed):
         """A Node has run in backward; hooks on Nodes are given what came out of it first."""
         if not self._handles:  # a graph may outlive the block
             return
-        if graph_task() != self._queued or not self._backward:
-            self._backward.clear()
-            self._queued = graph_task()
-            queue_callback(self._after_backward)
-        self._backward.append(Look(layer, operation, list(look_at(before)), list(look_at(after))))
+        task = graph_task()
+        if task not in self._backward:
+            self._backward[task] = []
+            queue_callback(partial(self._after_backward, task))
+        self._backward[task].append(Look(layer, operation, list(look_at(before)), list(look_at(after))))
 
     @eager
-    def _after_backward(self) -> None:
-        looks, self._backward = self._backward, []
-        refuse_the_first("backward", looks)
+    def _after_backward(self, task: int) -> None:
+        refuse_the_first("backward", self._backward.pop(task))
 
     def remove(self) -> None:
         super().remove()
         self._running.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_running": [], "_forward": [], "_backward": []}
+        return {**super().__getstate__(), "_running": [], "_forward": [], "_backward": {}}
 
 
 def _is_around(outer: FrameType, frame: FrameType | None) -> bool:

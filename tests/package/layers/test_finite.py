@@ -315,8 +315,30 @@ def test_after_a_backward_that_failed_the_next_one_is_looked_at(with_norm):
         raised_by(loss.backward)
 
 
+def test_a_backward_inside_a_backward_hides_nothing_of_the_outer_one():
+    inner, model = nn.Linear(1, 1), nn.Sequential(nn.Linear(2, 2), nn.Identity(), Norm())
+    ran = []
+
+    def run_another(grad):
+        with torch.enable_grad():
+            inner_loss.backward()
+        ran.append(True)
+
+    both = nn.ModuleList([inner, model])
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    with finite(both):
+        inner_loss = inner(torch.ones(1, 1)).sum()
+        hidden = model[0](torch.ones(1, 2))
+        hidden.register_hook(run_another)  # it runs after the square root
+        error = raised_by(model[2](model[1](hidden)).sum().backward)
+    assert ran == [True]
+    assert facts(error)[1:3] == ("1.2", "SqrtBackward0")
+
+
 def test_a_layer_called_twice_and_in_place_layers_are_followed():
     model = nn.Sequential(Twice(), nn.Flatten(), nn.ReLU(inplace=True), Norm())
+    model[0].last.bias.data.fill_(9)  # no row of zeros
     with finite(model):
         backward_of(model, torch.ones(2, 3))
         model[0].last.bias.data.fill_(-INF)
