@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hooklab.draw import plots, timelines
 from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, sentence
-from hooklab.draw.graphviz import NotDrawn, svg_from_dot
+from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
+from hooklab.draw.picture import Picture
 from hooklab.layers.streaming import Statistics
 from hooklab.saved.record import SavedTensors
 from hooklab.tracing import Trace
@@ -18,34 +20,6 @@ __all__ = ["Picture", "activations", "feature_maps", "gradient_flow", "graph", "
 
 MAX_EVENTS = 20_000  # above, marks cannot be told apart and the picture takes megabytes
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
-
-
-@dataclass(frozen=True, repr=False)
-class Picture:
-    """A picture as the last line of a notebook cell; without one, its facts and the reason.
-
-    Attributes:
-        facts: what the picture shows, as text that is the same in every run.
-        svg: the picture, without a ground of its own, or None when it could not be drawn.
-        reason: why it could not be drawn, and what to do; empty when it was.
-        alt: the picture in one sentence, for those who cannot see it.
-    """
-
-    facts: str
-    svg: str | None = None
-    reason: str = ""
-    alt: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.facts}\n({self.reason})" if self.reason else self.facts
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> tuple[dict, dict]:
-        text = {"text/plain": str(self)}
-        if not self.svg:
-            return text, {}
-        return text | {"image/svg+xml": self.svg}, {"image/svg+xml": {"alt": self.alt}}
 
 
 def graph(
@@ -93,7 +67,8 @@ def graph(
             raise NotDrawn(
                 f"{len(nodes):,} Nodes, more than the {MAX_NODES:,} that a picture can show; draw a smaller part"
             )
-        return Picture(facts, svg=svg_from_dot(dot_source(t, names, saved, nodes)), alt=sentence(t, nodes, names))
+        draw = partial(drawn_from_dot, dot_source(t, names, saved, nodes))
+        return Picture(facts, svg=draw("svg").decode("utf-8", "replace"), alt=sentence(t, nodes, names), _draw=draw)
     except NotDrawn as error:
         return Picture(facts, reason=f"not drawn: {error}")
 
@@ -130,7 +105,7 @@ def timeline(trace: Trace) -> Picture:
         raise ValueError("timeline: nothing has fired yet; run a forward or a backward inside the block of the trace")
     facts = timelines.facts(events, trace.lines())
     alt = timelines.sentence(events)
-    return _drawn_events(facts, alt, timelines.svg, events, len(events), "trace a part")
+    return _drawn_events(facts, alt, timelines.drawn, events, len(events), "trace a part")
 
 
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
@@ -281,19 +256,21 @@ def memory(saved: SavedTensors) -> Picture:
     if saved.misses_recomputation:
         facts += "\nnot counted: what a checkpoint recomputes outside the model's layers"
     alt = f"What autograd holds for backward, over {len(saved.held):,} events: at most {max(saved.held):,} bytes."
-    return _drawn_events(facts, alt, plots.memory, saved, len(saved.held), "record fewer steps")
+    return _drawn_events(facts, alt, plots.memory, copy(saved), len(saved.held), "record fewer steps")
 
 
-def _drawn_events(facts: str, alt: str, svg: Callable[[Any], str], what: Any, count: int, advice: str) -> Picture:
+def _drawn_events(
+    facts: str, alt: str, draw: Callable[[Any, str], bytes], what: Any, count: int, advice: str
+) -> Picture:
     if count > MAX_EVENTS:
         why = f"{count:,} events, more than the {MAX_EVENTS:,} that a picture can show"
         return Picture(facts, reason=f"not drawn: {why}; {advice}")
-    return _drawn(facts, alt, svg, what)
+    return _drawn(facts, alt, draw, what)
 
 
-def _drawn(facts: str, alt: str, svg: Callable[[Any], str], what: Any) -> Picture:
+def _drawn(facts: str, alt: str, draw: Callable[[Any, str], bytes], what: Any) -> Picture:
     try:
-        return Picture(facts, svg=svg(what), alt=alt)
+        return Picture(facts, svg=draw(what, "svg").decode(), alt=alt, _draw=partial(draw, what))
     except ImportError as error:
         return Picture(facts, reason=f"not drawn: {error}; run `uv sync` or `pip install matplotlib`")
 

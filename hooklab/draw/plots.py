@@ -58,7 +58,7 @@ def gradient_flow_facts(stats: dict[str, Statistics]) -> str:
     return "\n".join(lines)
 
 
-def gradient_flow(stats: dict[str, Statistics]) -> str:
+def gradient_flow(stats: dict[str, Statistics], form: str) -> bytes:
     """A row for each layer, the first on top: a dot for the root mean square, a mark for the largest entry."""
     names = list(stats)
     sizes = [_rms(layer) for layer in stats.values()]
@@ -68,7 +68,7 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
     from matplotlib.ticker import LogFormatter
 
     step = math.ceil(len(names) / MAX_LABELS)
-    with new_figure(7.5, 1.1 + min(0.2 * len(names), 12)) as (figure, out):
+    with new_figure(7.5, 1.1 + min(0.2 * len(names), 12), form) as (figure, out):
         axes = figure.subplots()
         for values, mark, colour, label in (
             (sizes, "o-", BLUE, "root mean square"), (largest, "|", ORANGE, "largest |entry|"),
@@ -134,12 +134,12 @@ def activations_facts(stats: dict[str, Statistics]) -> str:
     return "\n".join(lines)
 
 
-def activations(stats: dict[str, Statistics]) -> str:
+def activations(stats: dict[str, Statistics], form: str) -> bytes:
     """A heat map for each layer: calls go right, values up; the stronger the colour, the more entries (by the square root)."""
     names = list(stats)[:MAX_HEAT_MAPS]
     columns = min(COLUMNS, len(names))
     lines = math.ceil(len(names) / columns)
-    with new_figure(2.9 * columns + 0.6, 1.75 * lines + 0.4) as (figure, out):
+    with new_figure(2.9 * columns + 0.6, 1.75 * lines + 0.4, form) as (figure, out):
         grid = figure.subplots(
             lines, columns, squeeze=False, sharey=len({layer.range for layer in stats.values()}) == 1
         )
@@ -193,7 +193,7 @@ def feature_maps_facts(maps: Tensor, channels: int) -> str:
     )
 
 
-def feature_maps(maps: Tensor) -> str:
+def feature_maps(maps: Tensor, form: str) -> bytes:
     """The maps as one mosaic, each stretched from its own minimum (dark) to its own maximum (bright)."""
     number = len(maps)
     # One row, or as many columns as leave the fewest places empty.
@@ -212,7 +212,7 @@ def feature_maps(maps: Tensor) -> str:
     wide = max(0.5, min(9.0, max(2.0, canvas.shape[1] / 24), 6.0 / tall))
     # Square pixels, unless the picture would be a line.
     aspect = "equal" if 1 / 40 < tall < 40 else "auto"
-    with new_figure(wide, min(6.0, max(0.5, wide * tall))) as (figure, out):
+    with new_figure(wide, min(6.0, max(0.5, wide * tall)), form) as (figure, out):
         axes = figure.subplots()
         axes.imshow(canvas.tolist(), cmap="viridis", interpolation="none", vmin=0, vmax=1, aspect=aspect)
         axes.set_axis_off()
@@ -233,13 +233,13 @@ def _shrunk(maps: Tensor, room: tuple[float, float]) -> Tensor:
     return maps.unflatten(2, (-1, wide)).unflatten(1, (-1, tall)).nanmean((2, 4))
 
 
-def memory(saved: SavedTensors) -> str:
+def memory(saved: SavedTensors, form: str) -> bytes:
     """Bytes held after every event, over bands for the parts of the model; where backward begins, a line."""
     power = min(int(math.log2(max(*saved.held, 1)) / 10), 3)
     unit, name = 2 ** (10 * power), ("bytes", "KiB", "MiB", "GiB")[power]
     held = [0.0, *(nbytes / unit for nbytes in saved.held)]
     top = max(held) * 1.18 or 1.0
-    with new_figure(7.5, 3.0) as (figure, out):
+    with new_figure(7.5, 3.0, form) as (figure, out):
         axes = figure.subplots()
         bands = list(_bands(_parts([module for module, _ in saved.events])))
         shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]

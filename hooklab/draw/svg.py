@@ -14,11 +14,12 @@ __all__ = ["LOCK", "new_figure", "shortened", "width_of"]
 
 # The settings of matplotlib, warnings, a module of torchviz and the recursion limit belong to all threads.
 LOCK = threading.RLock()
+PNG_DPI = 200  # dots an inch: sharp in print and on dense screens
 
 
 @contextmanager
-def new_figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
-    """A figure of this size in inches, and a list that holds its SVG afterwards.
+def new_figure(width: float, height: float, form: str) -> Iterator[tuple[Any, list[bytes]]]:
+    """A figure of this size in inches, and a list that afterwards holds it as `form`: `"svg"`, `"png"` or `"pdf"`.
 
     Text stays text: a `$` is no formula, and a browser has fonts for Chinese where matplotlib has none. Settings of the
     user's, for pictures of another kind, are put aside.
@@ -32,12 +33,13 @@ def new_figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
         matplotlib.rcParams.update(settings | FIGURES)
         warnings.filterwarnings("ignore", "Glyph")
         figure = Figure(figsize=(width, height), layout="constrained")
-        done: list[str] = []
+        done: list[bytes] = []
         yield figure, done
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    done.append(text[text.index("<svg") :].strip())
+        out = io.BytesIO()
+        undated = {} if form == "png" else {"CreationDate" if form == "pdf" else "Date": None}
+        figure.savefig(out, format=form, metadata=undated, dpi=PNG_DPI if form == "png" else "figure")
+    drawn = out.getvalue()
+    done.append(drawn[drawn.index(b"<svg") :].strip() if form == "svg" else drawn)
 
 
 def shortened(name: str, width: int) -> str:
