@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hooklab.draw import plots, timelines
+from hooklab.draw import held, plots, timelines
 from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, sentence
 from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
 from hooklab.draw.picture import Picture
@@ -219,7 +219,7 @@ def memory(saved: SavedTensors) -> Picture:
     """What autograd holds for backward: it grows while the forward saves tensors, and shrinks while backward frees them.
 
     Each tensor that is saved or freed is one step to the right, and so is each that a checkpoint recomputes. Each
-    memory is counted once, parameters and buffers are not. The bands are the parts of the model.
+    memory is counted once, parameters and buffers are not. The bands are the parts of the model, by their full names.
 
     Args:
         saved: what `hooklab.saved_tensors` returned, best after backward.
@@ -256,7 +256,7 @@ def memory(saved: SavedTensors) -> Picture:
     if saved.misses_recomputation:
         facts += "\nnot counted: what a checkpoint recomputes outside the model's layers"
     alt = f"What autograd holds for backward, over {len(saved.held):,} events: at most {max(saved.held):,} bytes."
-    return _drawn_events(facts, alt, plots.memory, copy(saved), len(saved.held), "record fewer steps")
+    return _drawn_events(facts, alt, held.memory, copy(saved), len(saved.held), "record fewer steps")
 
 
 def _drawn_events(

@@ -1,7 +1,6 @@
-"""The pictures behind `draw.gradient_flow`, `activations`, `feature_maps` and `memory`, as SVG, and their facts."""
+"""The pictures behind `draw.gradient_flow`, `activations` and `feature_maps`, and their facts."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 from hooklab.draw.colours import BLUE, GREY, ORANGE, RED
 from hooklab.draw.svg import new_figure, shortened
 from hooklab.layers.streaming import Statistics, short
-from hooklab.saved.record import SavedTensors
 
 __all__ = [
     "activations",
@@ -21,7 +19,6 @@ __all__ = [
     "feature_maps_facts",
     "gradient_flow",
     "gradient_flow_facts",
-    "memory",
     "shown_maps",
 ]
 
@@ -231,50 +228,3 @@ def _shrunk(maps: Tensor, room: tuple[float, float]) -> Tensor:
         tall = wide = max(tall, wide)
     maps = F.pad(maps, (0, -width % wide, 0, -height % tall), value=math.nan)
     return maps.unflatten(2, (-1, wide)).unflatten(1, (-1, tall)).nanmean((2, 4))
-
-
-def memory(saved: SavedTensors, form: str) -> bytes:
-    """Bytes held after every event, over bands for the parts of the model; where backward begins, a line."""
-    power = min(int(math.log2(max(*saved.held, 1)) / 10), 3)
-    unit, name = 2 ** (10 * power), ("bytes", "KiB", "MiB", "GiB")[power]
-    held = [0.0, *(nbytes / unit for nbytes in saved.held)]
-    top = max(held) * 1.18 or 1.0
-    with new_figure(7.5, 3.0, form) as (figure, out):
-        axes = figure.subplots()
-        bands = list(_bands(_parts([module for module, _ in saved.events])))
-        shades = [(begin, end - begin) for begin, end, _, shaded in bands if shaded]
-        axes.broken_barh(shades, (0, top * 0.91), color=GREY, alpha=0.12, lw=0)
-        for begin, end, part, _ in bands:
-            if end - begin > len(held) * 0.009 * (len(part[-1]) + 1):
-                axes.text((begin + end) / 2, top * 0.93, part[-1], ha="center", fontsize=7)
-        axes.stairs(held[1:], range(len(held)), fill=True, color=BLUE, alpha=0.45)
-        axes.stairs(held[1:], range(len(held)), color=BLUE, lw=1.2, baseline=None)
-        first = next((i for i, (_, event) in enumerate(saved.events) if event == "freed"), None)
-        if first is not None:
-            axes.axvline(first, color=ORANGE, lw=1, ls="--", label="the first is freed")
-            figure.legend(loc="outside lower right", frameon=False)
-        axes.set_xlim(0, len(held) - 1)
-        axes.set_ylim(0, top)
-        axes.set_xlabel("event: one tensor saved or freed")
-        axes.set_ylabel(f"{name} held for backward")
-        axes.spines[["top", "right"]].set_visible(False)
-    return out[0]
-
-
-def _parts(modules: list[str]) -> list[tuple[str, ...]]:
-    """The part of the model that each lies in: as far down as it takes for none to have more than three quarters."""
-    names = [tuple(module.split(".")) for module in modules]
-    for depth in range(1, max(map(len, names)) + 1):
-        parts = [name[:depth] for name in names]
-        if max(Counter(parts).values()) <= len(parts) * 0.75:
-            break
-    return parts
-
-
-def _bands(parts: list[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...], bool]]:
-    """Stretches of equal names: begin, end, name, and every second one shaded."""
-    begin, shaded = 0, False
-    for end in range(1, len(parts) + 1):
-        if end == len(parts) or parts[end] != parts[begin]:
-            yield begin, end, parts[begin], shaded
-            begin, shaded = end, not shaded
