@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hooklab.draw import held, plots, timelines
+from hooklab.draw import flow, held, plots, timelines
 from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, sentence
 from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
 from hooklab.draw.picture import Picture
@@ -112,7 +112,8 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
     """How large the gradient is in each layer, from top to bottom in the order of `stats`: does it vanish or explode?
 
     The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale. A layer
-    that no gradient has reached has a row without either.
+    that no gradient has reached has a row without either. A module with layers inside has a hollow square beside their
+    line. Above some 200 layers not every row has its name beside it; a browser that shows the saved SVG tells it on hover.
 
     Args:
         stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned.
@@ -140,11 +141,13 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
     # Also those that no gradient has reached.
     counted = {name or repr(name): layer for name, layer in getattr(stats, "asked", counted).items()}
     alt = f"How large the gradient is in {len(counted)} layers, from {next(iter(counted))!r} to {next(reversed(counted))!r}."
-    return _drawn(plots.gradient_flow_facts(counted), alt, plots.gradient_flow, counted)
+    return _drawn(flow.gradient_flow_facts(counted), alt, flow.gradient_flow, counted)
 
 
 def activations(stats: Mapping[str, Statistics]) -> Picture:
     """How the values in each layer are spread, call by call: a heat map per layer, with more colour where there are more.
+
+    Each has an axis of its own, over the bins that have entries; the share that falls outside the range is written in.
 
     Args:
         stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
