@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hooklab.draw import flow, held, plots, timelines
+from hooklab.draw import flow, folded, held, plots, timelines
 from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, sentence
 from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
 from hooklab.draw.picture import Picture
@@ -26,18 +26,20 @@ def graph(
     t: Tensor,
     params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     saved: bool = False,
+    unfold: str | None = None,
 ) -> Picture:
     """The autograd graph that leads to `t`: leaves in blue, Nodes in grey, `t` itself in green.
 
-    Graphviz's `dot` draws it where it is installed, else the libraries inside the pygraphviz wheel. Where
-    neither works, or above 5,000 Nodes, the facts are shown with the reason.
+    Above 60 Nodes it is folded: a box a module, named by `params`, as deep as fits a screen. Graphviz's `dot` draws it,
+    else the libraries in the pygraphviz wheel. Without both, or above 5,000 boxes, there are the facts and the reason.
 
     Args:
         t: the result of a computation, any shape; not a leaf.
         params: names for leaves and for `t` itself, for example `{"w": w}` or `model.named_parameters()` (not
             `state_dict()`, whose tensors are others).
         saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
-            blue on a line without an arrow. They are freed once `backward()` has run.
+            blue on a line without an arrow. They are freed once `backward()` has run. A folded picture has none.
+        unfold: the module whose Nodes are drawn, for example `"layer4.0"`; `""` for all Nodes.
 
     Returns:
         A `Picture`. `.facts` has one line per arrow, leaves first; a second Node of the same name is `#2`.
@@ -45,7 +47,7 @@ def graph(
     Raises:
         TypeError: `t` is not a tensor, or `params` does not name tensors.
         ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it; or `params` names
-            a tensor that was computed, which is an arrow in the picture and not a box.
+            a tensor that was computed, an arrow in the picture; or `unfold` names no module.
 
     Example:
         >>> import torch
@@ -62,13 +64,19 @@ def graph(
     names = checked(t, params)
     nodes = list(leaves_first(t.grad_fn))
     facts = "\n".join(edges(t, nodes, {id(tensor): name for name, tensor in names.items()}, saved))
+    alt = sentence(t, nodes, names)
+    parts = folded.fold(nodes, names, unfold)
+    if parts is not None:
+        facts += f"\n{parts.fact}"
+        alt = f"{alt.removesuffix('.')}, in {len(set(parts.boxes.values()))} boxes."
     try:
-        if len(nodes) > MAX_NODES:
+        if len(nodes if parts is None else set(parts.boxes.values())) > MAX_NODES:
             raise NotDrawn(
                 f"{len(nodes):,} Nodes, more than the {MAX_NODES:,} that a picture can show; draw a smaller part"
             )
-        draw = partial(drawn_from_dot, dot_source(t, names, saved, nodes))
-        return Picture(facts, svg=draw("svg").decode("utf-8", "replace"), alt=sentence(t, nodes, names), _draw=draw)
+        source = folded.dot_source(parts, t, names) if parts else dot_source(t, names, saved, nodes)
+        draw = partial(drawn_from_dot, source)
+        return Picture(facts, svg=draw("svg").decode("utf-8", "replace"), alt=alt, _draw=draw)
     except NotDrawn as error:
         return Picture(facts, reason=f"not drawn: {error}")
 

@@ -137,6 +137,8 @@ def feature_maps(maps: Tensor, form: str) -> bytes:
     columns = number if number <= 8 else min(range(8, 13), key=lambda columns: (-number % columns, columns))
     lines = math.ceil(number / columns)
     maps = _shrunk(maps, (MAX_PIXELS[1] / lines - 14, MAX_PIXELS[0] / columns))
+    if number > 1:  # lines side by side: each as wide as it takes to see it beside its number
+        maps = _at_most_8_to_1(maps)
     height, width = maps.shape[1:]
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
     points = _size(lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x)[1] * 72
@@ -162,6 +164,12 @@ def feature_maps(maps: Tensor, form: str) -> bytes:
             )  # fmt: skip
         axes.set_axis_off()
     return out[0]
+
+
+def _at_most_8_to_1(maps: Tensor) -> Tensor:
+    height, width = maps.shape[1:]
+    down, right = math.ceil(width / 8 / height), math.ceil(height / 8 / width)
+    return maps.repeat_interleave(down, 1).repeat_interleave(right, 2)
 
 
 def _size(height: int, width: int) -> tuple[float, float]:

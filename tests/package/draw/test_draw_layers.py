@@ -391,7 +391,9 @@ def test_no_call_and_no_bin_is_left_out_of_a_long_history():
     assert middle.sum() >= 0.9 * dark.shape[1]
 
 
-@pytest.mark.parametrize("shape", [(6, 28, 28), (64, 1, 1), (64, 112, 112), (64, 1, 2000), (64, 7, 7), (1, 1000, 2)])
+@pytest.mark.parametrize(
+    "shape", [(6, 28, 28), (64, 1, 1), (64, 112, 112), (64, 1, 2000), (64, 7, 7), (64, 2000, 1), (1, 1000, 2)]
+)
 def test_every_map_has_its_number(shape):
     number = shape[0]
     svg = draw.feature_maps(torch.randn(shape)).svg
@@ -400,6 +402,7 @@ def test_every_map_has_its_number(shape):
         *((float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.]+)" y="([\d.]+)"', svg)), strict=True
     )
     assert len(set(zip(left, top, strict=True))) == number
+    assert all(later - earlier >= 7 for earlier, later in pairwise(sorted(set(left))))
     assert all(later - earlier >= 7 for earlier, later in pairwise(sorted(set(top))))  # points: none covers another
 
 
