@@ -18,6 +18,7 @@ from hooklab.course import check
 from hooklab.gradients import clip, clip_gradients, scale, watch, zero
 from hooklab.layers.activation_gradients import with_grad
 from hooklab.layers.features import features
+from hooklab.layers.finite import NotFinite, finite
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
 from hooklab.layers.verbose import verbose
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "HookLeak",
     "HookRecord",
+    "NotFinite",
     "Offload",
     "check",
     "checkpoint_segments",
@@ -36,6 +38,7 @@ __all__ = [
     "clip_gradients",
     "draw",
     "features",
+    "finite",
     "hooks_on",
     "layer_statistics",
     "no_leftovers",

@@ -17,7 +17,7 @@ PAGES = {
     "layers": (
         "层",
         "Layers",
-        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
+        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, hooklab.layers.finite: finite Finite NotFinite, "
         "hooklab.layers.statistics: layer_statistics LayerStatistics",
     ),
     "saved": (

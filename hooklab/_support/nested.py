@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["first_shape", "map_tensors", "shapes", "tensors_in"]
+__all__ = ["first_shape", "is_data", "joined", "map_tensors", "shapes", "tensors_in"]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -46,6 +47,28 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def joined(values: Sequence[object]) -> Any:
+    """Values of one form as one, each tensor in them joined on dim 0; ValueError, which names them, if they differ."""
+    rows = [list(tensors_in(value)) for value in values]
+    if not all(rows):
+        raise ValueError(f"have no tensor to join: {_listed(values)}")
+    if "PackedSequence(" in shapes(values[0]):  # what has been packed has rows of several steps
+        raise ValueError("are packed sequences, which cannot be joined")
+    forms = {shapes(map_tensors(lambda tensor: tensor.shape[1:], value)) for value in values}
+    if len(forms) > 1 or any(tensor.dim() == 0 for row in rows for tensor in row):
+        raise ValueError(f"have shapes that cannot be joined on dim 0: {_listed(values)}")
+    columns = (torch.cat(column) for column in zip(*rows, strict=True))
+    return map_tensors(lambda tensor: next(columns), values[0])
+
+
+def is_data(value: object) -> bool:
+    """True for tensors, None, numbers and text, also in tuples, lists, dicts and dataclasses; False for other objects."""
+    if value is None or isinstance(value, Tensor | bool | int | float | str | torch.dtype | torch.device):
+        return True
+    is_container = isinstance(value, list | tuple | dict) or _is_dataclass(value)
+    return is_container and all(map(is_data, _items(value)))
+
+
 def first_shape(value: object) -> tuple[int, ...] | None:
     """The shape of the first tensor in `value`, or None where there is none."""
     tensor = next(tensors_in(value), None)
@@ -69,6 +92,12 @@ def shapes(value: object) -> str:
     if _is_dataclass(value):
         return _named(value, _fields(value), _items(value))
     return type(value).__name__
+
+
+def _listed(values: Sequence[object]) -> str:
+    """The different ones of their shapes, the first few."""
+    different = list(dict.fromkeys(map(shapes, values)))
+    return ", ".join(different[:4]) + (", ..." if len(different) > 4 else "")
 
 
 def _items(value: object) -> Iterable[object]:

@@ -23,6 +23,12 @@ NO_BACKWARD = -1  # what `graph_task()` returns outside backward
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
 
 
+# Queues a call for the end of the backward pass that is running; public since PyTorch 2.15.
+queue_callback: Callable[[Callable[[], None]], None] = (
+    getattr(graph, "queue_callback", None) or torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
 def recomputing(own: int = NO_BACKWARD) -> bool:
     """True while backward runs, where a checkpoint recomputes, but for the pass `own`, in whose hook a block was opened."""
     return graph_task() not in (NO_BACKWARD, own)

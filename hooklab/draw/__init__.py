@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from hooklab.draw import plots, timelines
+from hooklab.draw import flow, folded, held, plots, timelines
 from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, sentence
-from hooklab.draw.graphviz import NotDrawn, svg_from_dot
+from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
+from hooklab.draw.picture import Picture
 from hooklab.layers.streaming import Statistics
 from hooklab.saved.record import SavedTensors
 from hooklab.tracing import Trace
@@ -20,50 +22,24 @@ MAX_EVENTS = 20_000  # above, marks cannot be told apart and the picture takes m
 MAX_NODES = 5_000  # above, a page-wide picture shows nothing and the layout takes minutes
 
 
-@dataclass(frozen=True, repr=False)
-class Picture:
-    """A picture as the last line of a notebook cell; without one, its facts and the reason.
-
-    Attributes:
-        facts: what the picture shows, as text that is the same in every run.
-        svg: the picture, without a ground of its own, or None when it could not be drawn.
-        reason: why it could not be drawn, and what to do; empty when it was.
-        alt: the picture in one sentence, for those who cannot see it.
-    """
-
-    facts: str
-    svg: str | None = None
-    reason: str = ""
-    alt: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.facts}\n({self.reason})" if self.reason else self.facts
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> tuple[dict, dict]:
-        text = {"text/plain": str(self)}
-        if not self.svg:
-            return text, {}
-        return text | {"image/svg+xml": self.svg}, {"image/svg+xml": {"alt": self.alt}}
-
-
 def graph(
     t: Tensor,
     params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     saved: bool = False,
+    unfold: str | None = None,
 ) -> Picture:
     """The autograd graph that leads to `t`: leaves in blue, Nodes in grey, `t` itself in green.
 
-    Graphviz's `dot` draws it where it is installed, else the libraries inside the pygraphviz wheel. Where
-    neither works, or above 5,000 Nodes, the facts are shown with the reason.
+    Above 60 Nodes it is folded: a box a module, named by `params`, as deep as fits a screen. Graphviz's `dot` draws it,
+    else the libraries in the pygraphviz wheel. Without both, or above 5,000 boxes, there are the facts and the reason.
 
     Args:
         t: the result of a computation, any shape; not a leaf.
         params: names for leaves and for `t` itself, for example `{"w": w}` or `model.named_parameters()` (not
             `state_dict()`, whose tensors are others).
         saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
-            blue on a line without an arrow. They are freed once `backward()` has run.
+            blue on a line without an arrow. They are freed once `backward()` has run. A folded picture has none.
+        unfold: the module whose Nodes are drawn, for example `"layer4.0"`; `""` for all Nodes.
 
     Returns:
         A `Picture`. `.facts` has one line per arrow, leaves first; a second Node of the same name is `#2`.
@@ -71,7 +47,7 @@ def graph(
     Raises:
         TypeError: `t` is not a tensor, or `params` does not name tensors.
         ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it; or `params` names
-            a tensor that was computed, which is an arrow in the picture and not a box.
+            a tensor that was computed, an arrow in the picture; or `unfold` names no module.
 
     Example:
         >>> import torch
@@ -88,12 +64,19 @@ def graph(
     names = checked(t, params)
     nodes = list(leaves_first(t.grad_fn))
     facts = "\n".join(edges(t, nodes, {id(tensor): name for name, tensor in names.items()}, saved))
+    alt = sentence(t, nodes, names)
+    parts = folded.fold(nodes, names, unfold)
+    if parts is not None:
+        facts += f"\n{parts.fact}"
+        alt = f"{alt.removesuffix('.')}, in {len(set(parts.boxes.values()))} boxes."
     try:
-        if len(nodes) > MAX_NODES:
+        if len(nodes if parts is None else set(parts.boxes.values())) > MAX_NODES:
             raise NotDrawn(
                 f"{len(nodes):,} Nodes, more than the {MAX_NODES:,} that a picture can show; draw a smaller part"
             )
-        return Picture(facts, svg=svg_from_dot(dot_source(t, names, saved, nodes)), alt=sentence(t, nodes, names))
+        source = folded.dot_source(parts, t, names) if parts else dot_source(t, names, saved, nodes)
+        draw = partial(drawn_from_dot, source)
+        return Picture(facts, svg=draw("svg").decode("utf-8", "replace"), alt=alt, _draw=draw)
     except NotDrawn as error:
         return Picture(facts, reason=f"not drawn: {error}")
 
@@ -130,14 +113,15 @@ def timeline(trace: Trace) -> Picture:
         raise ValueError("timeline: nothing has fired yet; run a forward or a backward inside the block of the trace")
     facts = timelines.facts(events, trace.lines())
     alt = timelines.sentence(events)
-    return _drawn_events(facts, alt, timelines.svg, events, len(events), "trace a part")
+    return _drawn_events(facts, alt, timelines.drawn, events, len(events), "trace a part")
 
 
 def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
     """How large the gradient is in each layer, from top to bottom in the order of `stats`: does it vanish or explode?
 
     The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale. A layer
-    that no gradient has reached has a row without either.
+    that no gradient has reached has a row without either. A module with layers inside has a hollow square beside their
+    line. Above some 200 layers not every row has its name beside it; a browser that shows the saved SVG tells it on hover.
 
     Args:
         stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned.
@@ -165,11 +149,13 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
     # Also those that no gradient has reached.
     counted = {name or repr(name): layer for name, layer in getattr(stats, "asked", counted).items()}
     alt = f"How large the gradient is in {len(counted)} layers, from {next(iter(counted))!r} to {next(reversed(counted))!r}."
-    return _drawn(plots.gradient_flow_facts(counted), alt, plots.gradient_flow, counted)
+    return _drawn(flow.gradient_flow_facts(counted), alt, flow.gradient_flow, counted)
 
 
 def activations(stats: Mapping[str, Statistics]) -> Picture:
     """How the values in each layer are spread, call by call: a heat map per layer, with more colour where there are more.
+
+    Each has an axis of its own, over the bins that have entries; the share that falls outside the range is written in.
 
     Args:
         stats: what `hooklab.layer_statistics(model, ..., bins=40)` returned.
@@ -244,7 +230,7 @@ def memory(saved: SavedTensors) -> Picture:
     """What autograd holds for backward: it grows while the forward saves tensors, and shrinks while backward frees them.
 
     Each tensor that is saved or freed is one step to the right, and so is each that a checkpoint recomputes. Each
-    memory is counted once, parameters and buffers are not. The bands are the parts of the model.
+    memory is counted once, parameters and buffers are not. The bands are the parts of the model, by their full names.
 
     Args:
         saved: what `hooklab.saved_tensors` returned, best after backward.
@@ -281,19 +267,21 @@ def memory(saved: SavedTensors) -> Picture:
     if saved.misses_recomputation:
         facts += "\nnot counted: what a checkpoint recomputes outside the model's layers"
     alt = f"What autograd holds for backward, over {len(saved.held):,} events: at most {max(saved.held):,} bytes."
-    return _drawn_events(facts, alt, plots.memory, saved, len(saved.held), "record fewer steps")
+    return _drawn_events(facts, alt, held.memory, copy(saved), len(saved.held), "record fewer steps")
 
 
-def _drawn_events(facts: str, alt: str, svg: Callable[[Any], str], what: Any, count: int, advice: str) -> Picture:
+def _drawn_events(
+    facts: str, alt: str, draw: Callable[[Any, str], bytes], what: Any, count: int, advice: str
+) -> Picture:
     if count > MAX_EVENTS:
         why = f"{count:,} events, more than the {MAX_EVENTS:,} that a picture can show"
         return Picture(facts, reason=f"not drawn: {why}; {advice}")
-    return _drawn(facts, alt, svg, what)
+    return _drawn(facts, alt, draw, what)
 
 
-def _drawn(facts: str, alt: str, svg: Callable[[Any], str], what: Any) -> Picture:
+def _drawn(facts: str, alt: str, draw: Callable[[Any, str], bytes], what: Any) -> Picture:
     try:
-        return Picture(facts, svg=svg(what), alt=alt)
+        return Picture(facts, svg=draw(what, "svg").decode(), alt=alt, _draw=partial(draw, what))
     except ImportError as error:
         return Picture(facts, reason=f"not drawn: {error}; run `uv sync` or `pip install matplotlib`")
 

@@ -1,6 +1,7 @@
 """How every picture of matplotlib is drawn here: the same bytes each time, no ground, names as they are."""
 
 import io
+import re
 import threading
 import unicodedata
 import warnings
@@ -10,15 +11,17 @@ from typing import Any
 
 from hooklab.draw.colours import FIGURES
 
-__all__ = ["LOCK", "new_figure", "shortened", "width_of"]
+__all__ = ["LOCK", "new_figure", "shortened", "told_on_hover", "width_of"]
 
 # The settings of matplotlib, warnings, a module of torchviz and the recursion limit belong to all threads.
 LOCK = threading.RLock()
+TOLD = "hooklab tells: "
+PNG_DPI = 200  # dots an inch: sharp in print and on dense screens
 
 
 @contextmanager
-def new_figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
-    """A figure of this size in inches, and a list that holds its SVG afterwards.
+def new_figure(width: float, height: float, form: str) -> Iterator[tuple[Any, list[bytes]]]:
+    """A figure of this size in inches, and a list that afterwards holds it as `form`: `"svg"`, `"png"` or `"pdf"`.
 
     Text stays text: a `$` is no formula, and a browser has fonts for Chinese where matplotlib has none. Settings of the
     user's, for pictures of another kind, are put aside.
@@ -32,12 +35,23 @@ def new_figure(width: float, height: float) -> Iterator[tuple[Any, list[str]]]:
         matplotlib.rcParams.update(settings | FIGURES)
         warnings.filterwarnings("ignore", "Glyph")
         figure = Figure(figsize=(width, height), layout="constrained")
-        done: list[str] = []
+        done: list[bytes] = []
         yield figure, done
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    done.append(text[text.index("<svg") :].strip())
+        out = io.BytesIO()
+        undated = {} if form == "png" else {"CreationDate" if form == "pdf" else "Date": None}
+        figure.savefig(out, format=form, metadata=undated, dpi=PNG_DPI if form == "png" else "figure")
+    drawn = out.getvalue()
+    done.append(_with_titles(drawn[drawn.index(b"<svg") :].strip()) if form == "svg" else drawn)
+
+
+def told_on_hover(drawn: Any, name: str) -> None:
+    """A browser that shows the SVG itself says `name` where the mouse is on what is drawn; a picture of it does not."""
+    drawn.set_gid(TOLD + name)
+
+
+def _with_titles(svg: bytes) -> bytes:
+    """matplotlib has no titles for parts of a picture, but writes the `gid` of each as its id."""
+    return re.sub(rb'<g id="' + TOLD.encode() + rb'([^"]*)">', rb"<g><title>\1</title>", svg)
 
 
 def shortened(name: str, width: int) -> str:

@@ -9,7 +9,7 @@ from hooklab._support.events import Event
 from hooklab.draw.colours import BLUE, GREEN, GREY, ORANGE, RED
 from hooklab.draw.svg import new_figure, shortened, width_of
 
-__all__ = ["facts", "sentence", "svg"]
+__all__ = ["drawn", "facts", "sentence"]
 
 MAX_ROWS = 30  # more cannot be read: deeper modules then share the row of the module around them
 MAX_NAME = 56  # characters beside a row
@@ -51,14 +51,14 @@ def sentence(events: list[Event]) -> str:
     return f"What fired when: {', '.join(f'{count:,} in {phase}' for phase, count in counts.items())}."
 
 
-def svg(events: list[Event]) -> str:
-    """The timeline as SVG, the same bytes for the same events."""
+def drawn(events: list[Event], form: str) -> bytes:
+    """The timeline, the same bytes for the same events."""
     events = _placed(events)
     if len({_row(event, len(event.inside)) for event in events}) > MAX_ROWS:
         events = _folded(events)
     depth = _depth_that_fits(events)
     rows = {label: row for row, label in enumerate(dict.fromkeys(_row(event, depth) for event in events))}
-    with new_figure(9, 1.5 + 0.24 * len(rows)) as (figure, out):
+    with new_figure(9, 1.5 + 0.24 * len(rows), form) as (figure, out):
         axes = figure.subplots()
         _phases(axes, events, len(rows))
         _spans(axes, events, rows, depth)

@@ -27,15 +27,17 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
 
     _columns = "layer", "calls", "mean", "std", "min", "max", "zeros", "nan", "inf"
 
-    def __init__(self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float]):
+    def __init__(
+        self, layers: dict[str, nn.Module], of: str, bins: int, range: tuple[float, float], units: int | None = None
+    ):
         super().__init__("layer_statistics")
-        self.of = of
+        self.of, self._units = of, units
         self._tallies: dict[str, Tally] = {}
         self._why_silent: dict[str, str] = {}
         self._frozen: set[str] = set()  # layers whose output needed no gradient
         with self._all_or_none():
             for module, names in groups(layers):
-                tally = Tally(bins, range)  # one for all names of a shared module
+                tally = Tally(bins, range, units)  # one for all names of a shared module
                 self._tallies.update(dict.fromkeys(names, tally))
                 self._why_silent.update(dict.fromkeys(names, refuse.why_silent([module])))
                 if of == "output":
@@ -77,6 +79,14 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
     def asked(self) -> dict[str, Statistics]:
         """The statistics of every layer that was asked for; empty ones where nothing was counted."""
         return {name: tally.read() for name, tally in self._tallies.items()}
+
+    @property
+    def dead(self) -> "Dead":
+        """By the name of the layer the units that were zero in every sample so far; asked for with `units=`."""
+        if self._units is None:
+            ask = "layer_statistics(model, ..., units=1), or units=-1 where the last dim counts them (transformers)"
+            raise RuntimeError(f"layer_statistics.dead: units were not counted; ask for them before: {ask}")
+        return Dead(self)
 
     def __getitem__(self, name: str) -> Statistics:
         if name not in self._tallies:
@@ -128,6 +138,23 @@ class LayerStatistics(Installed, Tabular, Mapping[str, Statistics]):
             yield [name or repr(name), str(calls), *map(short, numbers), share, str(nans), str(infs)]
 
 
+class Dead(dict[str, list[int]]):
+    """What `LayerStatistics.dead` returns: a dict that says why it lacks a layer."""
+
+    def __init__(self, statistics: LayerStatistics):
+        units = {name: tally.units for name, tally in statistics._tallies.items() if tally.units is not None}
+        found = {name: one.dead() for name, one in units.items()}
+        super().__init__({name: dead for name, dead in found.items() if dead is not None})
+        self._unknown = {name: one.unknown for name, one in units.items()}
+        self._statistics = statistics
+
+    def __missing__(self, name: str) -> list[int]:
+        self._statistics[name]  # raises where nothing was counted
+        why = self._unknown[name] or "its tensors were empty or without values (meta, fake)"
+        advice = "choose layers whose outputs have the same number of units there"
+        raise KeyError(f"layer_statistics.dead: no units of {name!r}: {why}; {advice}")
+
+
 def _hung_already(hook: Callable, tensor: Tensor) -> bool:
     """True if the layer has returned this tensor before: a leaf, its input, one that it keeps or returns twice."""
     if tensor.grad_fn is None:
@@ -146,6 +173,7 @@ def layer_statistics(
     of: Literal["output", "grad_output"] = "output",
     bins: int = 0,
     range: tuple[float, float] = (-10, 10),
+    units: int | None = None,
 ) -> LayerStatistics:
     """Mean, spread, extremes, zeros and NaNs of what layers return; `with`, or `.remove()`, takes the hooks off.
 
@@ -157,11 +185,13 @@ def layer_statistics(
         of: `"output"`, or `"grad_output"` for the gradient with respect to the output (scaled under a `GradScaler`).
         bins: the number of bins of a histogram for each call; 0 for none.
         range: what the bins cover, as `torch.histc` counts; entries below and above are counted apart.
+        units: for `.dead`, the dim that counts units: 1 for (batch, channels, ...), -1 for (batch, tokens, units).
 
     Returns:
         A `LayerStatistics`, a read-only mapping. `s["layer4"]` has `.calls`, `.count`, `.mean`, `.std`, `.min`, `.max`,
         `.zeros` (a share), `.nans`, `.infs`, and with bins `.histogram`, `.below`, `.above`, `.history` (calls, bins).
-        `.table()` is all of it as text, `.to_dataframe()` as a `pandas.DataFrame`.
+        `.table()` is all of it as text, `.to_dataframe()` as a `pandas.DataFrame`. With units, `s.dead["layer4"]` lists
+        those that were zero in every sample so far, at every place.
 
     Raises:
         KeyError: a pattern matches nothing; when reading, a name that was not asked for, or nothing counted yet.
@@ -180,4 +210,7 @@ def layer_statistics(
         raise ValueError(f"layer_statistics(of={of!r}): expected 'output' or 'grad_output'")
     bins = refuse.count("layer_statistics", "bins", bins)
     range = refuse.interval("layer_statistics", "range", range)
-    return LayerStatistics(callable_layers("layer_statistics", model, patterns), of, bins, range)
+    if units is not None and (isinstance(units, bool) or not isinstance(units, int)):
+        found = type(units).__name__
+        raise TypeError(f"layer_statistics(units=...): expected a dim, such as 1 for channels; found {found}")
+    return LayerStatistics(callable_layers("layer_statistics", model, patterns), of, bins, range, units)

@@ -49,9 +49,10 @@ class Tally:
     Each piece of a tensor becomes a summary, eight numbers on its device. Summaries are merged, first there.
     """
 
-    def __init__(self, bins: int, range: tuple[float, float]):
+    def __init__(self, bins: int, range: tuple[float, float], units: int | None = None):
         self.calls = self.count = 0
         self._histogram = Histogram(bins, range) if bins else None
+        self.units = None if units is None else Units(units)
         self._staged: dict[torch.device, list[Tensor]] = {}
         self._staged_count = 0
         self._summaries: dict[torch.device, list[Tensor]] = {}
@@ -70,7 +71,7 @@ class Tally:
                 "others; open the block around a plain forward"
             )
         with ONE_AT_A_TIME, without_modes():
-            tensor = plain(tensor.detach())
+            flattened, tensor = tensor.is_nested, plain(tensor.detach())
             number = tensor.numel()
             self.calls += 1
             self.count += number
@@ -78,6 +79,8 @@ class Tally:
                 return
             if self._histogram is not None:
                 self._histogram.add(tensor)
+            if self.units is not None:
+                self.units.add(tensor, flattened)
             if number >= STAGED:
                 self._summarize(tensor)
             elif number:
@@ -144,6 +147,37 @@ class Histogram:
         below, *counts, above = history.sum(0).tolist()
         history = history[: len(self.rows), 1:-1]
         return {"histogram": counts, "below": below, "above": above, "history": history, "range": self.range}
+
+
+class Units:
+    """Which units have been other than zero so far; the units are the entries along one dim."""
+
+    def __init__(self, dim: int):
+        self.dim = dim
+        self.alive: Tensor | None = None  # bool, one entry a unit
+        self.unknown = ""  # why these tensors have no units
+
+    def add(self, tensor: Tensor, flattened: bool) -> None:
+        if not tensor.numel() or self.unknown:
+            return
+        dims = range(tensor.dim())
+        if flattened or not -len(dims) <= self.dim < len(dims):
+            self.unknown = f"a tensor has no dim {self.dim}: its shape is {'nested' if flattened else [*tensor.shape]}"
+            return
+        # Also a tensor with one dim has another one now, over which to ask.
+        alive = tensor[None].any([0, *(dim + 1 for dim in dims if dim != dims[self.dim])])
+        if self.alive is None:
+            self.alive = alive
+        elif len(alive) == len(self.alive):
+            self.alive = self.alive | alive.to(self.alive.device)
+        else:
+            self.unknown = f"one tensor has {len(self.alive)} units, another {len(alive)}"
+
+    def dead(self) -> list[int] | None:
+        """The units that were always zero; None where these are unknown. On a GPU this waits for it."""
+        if self.unknown or self.alive is None:
+            return None
+        return (~self.alive).nonzero().flatten().tolist()
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sequentials that run in segments: the input of each segment is saved, the rest is recomputed in backward."""
+"""Sequentials and ModuleLists in segments: the input of each is saved, the rest is recomputed in backward."""
 
 import warnings
 import weakref
@@ -14,14 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 from hooklab._support import refuse
 from hooklab._support.handles import Installed
+from hooklab._support.nested import is_data, map_tensors, shapes, tensors_in
 from hooklab._support.packing import has_memory, refuse_edited
 from hooklab._support.torch_private import cached_parametrizations, hook_ids, uncompiled
 
 __all__ = ["Segments", "checkpoint_segments", "run_saving_input"]
 
+HOLE = torch.empty(0, device="cpu")  # stands for a tensor that a call was given
+
 
 def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments":
-    """Save only the input of each segment of a Sequential, and recompute the rest in backward.
+    """Save only the input of each segment of a Sequential or ModuleList, and recompute the rest in backward.
 
     Less memory for about a third more time. Gradients, buffers and random numbers are those of plain training, bit for
     bit. A block must compute the same the second time: keep its state in buffers.
@@ -29,13 +32,15 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments"
     Args:
         model: any module.
         plan: blocks per segment by the name of a Sequential: `{"layer1": 1, "layer2": 2}`; `""` is the model itself.
+            Of an `nn.ModuleList`, whose owner calls the blocks, each block is a segment: `{"h": 1}`.
 
     Returns:
-        A handle: the end of its `with`, or `.remove()`, switches the Sequentials back. Inside `Offload` the inputs of
+        A handle: the end of its `with`, or `.remove()`, switches the layers back. Inside `Offload` the inputs of
         the segments are moved.
 
     Raises:
-        KeyError, TypeError, ValueError: no such layer, no plain Sequential, or a number below 1; nothing is changed.
+        KeyError, TypeError, ValueError: no such layer, no plain Sequential or ModuleList, or a number below 1; nothing
+            is changed.
         RuntimeError: in forward, if a segment edits its input in place; in backward, if a parameter was edited
             since forward, as in plain PyTorch.
 
@@ -53,7 +58,7 @@ def checkpoint_segments(model: nn.Module, plan: Mapping[str, int]) -> "Segments"
 class Segments(Installed):
     """What `checkpoint_segments` returns."""
 
-    _gone = "its Sequentials have been switched back"
+    _gone = "its layers have been switched back"
 
     def __init__(self, model: nn.Module, plan: Mapping[str, int]):
         super().__init__("checkpoint_segments")
@@ -65,9 +70,12 @@ class Segments(Installed):
         modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
         with self._all_or_none():
             for name, blocks in plan.items():
-                module = _sequential(modules, name)
+                module = _plannable(modules, name)
                 blocks = refuse.count("checkpoint_segments", f"plan[{name!r}]", blocks, least=1)
-                self._handles.append(Switched(name, module, blocks))
+                if isinstance(module, nn.ModuleList):
+                    self._handles += _switched_blocks(name, module, blocks)
+                else:
+                    self._handles.append(Switched(name, module, blocks))
 
     def __exit__(self, *exc_info: object) -> None:
         idle = [one.name for one in self._handles if not one.called]
@@ -84,20 +92,25 @@ class Segments(Installed):
 class Switched:
     """A Sequential of the plan: until `.remove()` this object is its forward."""
 
-    def __init__(self, name: str, module: nn.Sequential, blocks: int):
+    def __init__(self, name: str, module: nn.Module, blocks: int):
         self.name, self.blocks, self.called = name, blocks, False
         self._module = weakref.ref(module)  # the module holds this object, and would hold itself
         vars(module)["forward"] = self
 
-    def __call__(self, input: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         self.called = True
         if not torch.is_grad_enabled():
-            return nn.Sequential.forward(module, input)
+            return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling():
             inside = "torch.compile (which has its own way to recompute) or torch.export"
-            advice = "remove it before, or compile the blocks: for block in model.layer1: block.compile()"
+            advice = (
+                "remove it before, or compile what is inside the segments: for block in model.layer1: block.compile()"
+            )
             raise NotImplementedError(f"checkpoint_segments does not work inside {inside}; {advice}")
+        return self.run(module, *args, **kwargs)
+
+    def run(self, module: Any, input: Any) -> Any:
         blocks, size = list(module), self.blocks
         for start in range(0, len(blocks), size):
             # The first block of the next segment edits what this one may merely pass on: its own input.
@@ -116,12 +129,40 @@ class Switched:
         return getattr, (self._module(), "forward")
 
 
+class SwitchedBlock(Switched):
+    """A block of a ModuleList: its owner calls it with any arguments, and their tensors are saved."""
+
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_data([*args, *kwargs.values()]):
+            found = ", ".join(shapes(one) for one in (*args, *kwargs.values()) if not is_data(one))
+            wanted = "tensors, numbers and text, also in lists, tuples and dicts; leave it out of the plan"
+            hint = " (of transformers: a cache; use_cache=False)" if "Cache" in found else ""
+            raise TypeError(f"checkpoint_segments: {self.name!r} was given {found}{hint}; expected {wanted}")
+        segment = nn.Sequential(Call(module, args, kwargs))
+        return run_saving_input(segment, tuple(tensors_in((args, kwargs))), copies=getattr(module, "inplace", False))
+
+
+class Call(nn.Module):
+    """One call of a block, as a module whose input is the tuple of all its tensors."""
+
+    def __init__(self, block: nn.Module, *call: Any):
+        super().__init__()
+        self.block, self.first, self.call = block, [call], map_tensors(lambda tensor: HOLE, call)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Any:
+        given = iter(tensors)
+        # Forward is given its caller's own lists and dicts, which a block may fill; a recomputation has new ones.
+        args, kwargs = self.first.pop() if self.first else map_tensors(lambda hole: next(given), self.call)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+
 def run_saving_input(segment: nn.Sequential, input: Any, copies: bool) -> Any:
     """What the segment returns; for backward only its input is saved, and the rest recomputed."""
-    several, where = type(input) is tuple, f"the segment that begins with {type(segment[0]).__name__}"
+    first = segment[0].block if isinstance(segment[0], Call) else segment[0]
+    several, where = type(input) is tuple, f"the segment that begins with {type(first).__name__}"
     inputs = input if several else (input,)
     if not all(isinstance(one, Tensor) for one in inputs):
-        wanted = "a tensor, or a tuple of tensors; leave this Sequential out of the plan"
+        wanted = "a tensor, or a tuple of tensors; leave it out of the plan"
         raise TypeError(f"checkpoint_segments: {where} was given {type(input).__name__}; expected {wanted}")
     start, given = Start(segment), [input]
 
@@ -216,10 +257,23 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
-    """The Sequential of this name; an error unless it runs its blocks one after the other."""
+def _switched_blocks(name: str, module: nn.ModuleList, blocks: int) -> list[SwitchedBlock]:
+    """The blocks of a ModuleList, each as a segment; an error unless all of them can be."""
+    if blocks > 1:
+        one = f"calls its blocks one by one: 1 block per segment, {{{name!r}: 1}}"
+        raise ValueError(f"checkpoint_segments(plan[{name!r}]={blocks}): the owner of a ModuleList {one}")
+    named = {f"{name}.{number}".lstrip("."): block for number, block in module.named_children()}
+    for name, block in named.items():
+        if getattr(block.forward, "__func__", None) is not type(block).forward:
+            own = "a forward of its own, put there by a wrapper or another plan; remove that first"
+            raise ValueError(f"checkpoint_segments: {name!r} has {own}")
+    return [SwitchedBlock(name, block, 1) for name, block in named.items()]
+
+
+def _plannable(modules: dict[str, nn.Module], name: str) -> nn.Module:
+    """The Sequential or ModuleList of this name; an error unless it runs its blocks one after the other."""
     if name not in modules:
-        sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential)]
+        sequentials = [name for name, module in modules.items() if isinstance(module, nn.Sequential | nn.ModuleList)]
         deeper = [one for one in modules if one.endswith(f".{name}")]
         close = get_close_matches(str(name), modules) or deeper[:5] or sequentials[:5]
         shown = refuse.listed(close) or "no Sequential in this model"
@@ -231,15 +285,10 @@ def _sequential(modules: dict[str, nn.Module], name: str) -> nn.Sequential:
     if any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
         raise ValueError(f"checkpoint_segments: {name!r} has a lazy layer; run the model once before")
     # What copies and pickles of a switched Sequential have in `forward` is the method of the class.
-    if getattr(module.forward, "__func__", None) is nn.Sequential.forward:
+    if isinstance(module, nn.ModuleList) or getattr(module.forward, "__func__", None) is nn.Sequential.forward:
         return module
     found = type(module).__name__
     if isinstance(module, nn.Sequential):
         found += " with a forward of its own"
-    elif isinstance(module, nn.ModuleList):
-        switch = "the model's own switch (of transformers: model.gradient_checkpointing_enable())"
-        found += (
-            f", whose owner calls the blocks in a loop of its own: put torch.utils.checkpoint there or use {switch}"
-        )
-    wanted = "a Sequential, whose blocks run one after the other"
+    wanted = "a Sequential, whose blocks run one after the other, or a ModuleList"
     raise TypeError(f"checkpoint_segments: {name!r} should be {wanted}; found {found}")

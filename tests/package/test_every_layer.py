@@ -1,4 +1,4 @@
-"""Every module of torch.nn under verbose, features, layer_statistics and trace: nothing changes, nothing stays."""
+"""Every module of torch.nn under finite, verbose, features, layer_statistics and trace: nothing changes or stays."""
 
 import warnings
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from models import same_state, state_of
 from torch import nn
 from torch_nn_samples import ABSTRACT, SAMPLES
 
-from hooklab import features, hooks_on, layer_statistics, no_leftovers, trace, verbose
+from hooklab import features, finite, hooks_on, layer_statistics, no_leftovers, trace, verbose
 from hooklab._support.nested import tensors_in
 
 
@@ -58,6 +58,7 @@ def test_outputs_and_gradients_are_bit_equal_and_nothing_is_left(sample):
         f = stack.enter_context(features(layer, "", keep=lambda tensor: tensor.detach().clone()))
         stats = stack.enter_context(layer_statistics(layer, "", bins=3))
         grads = stack.enter_context(layer_statistics(layer, "", of="grad_output"))
+        stack.enter_context(finite(layer))
         traced = stack.enter_context(trace(layer))
         watched = run(layer, inputs)
     assert len(plain) == len(watched)

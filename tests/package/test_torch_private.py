@@ -29,6 +29,13 @@ with no_leftovers(model):
         with features(model, "**", keep=with_grad) as f, layer_statistics(model, "**", of="grad_output") as stats:
             with trace(model) as events, saved_tensors(model) as saved:
                 model(x).sum().backward()
+    with finite(model):
+        model(x).sum().backward()
+        try:
+            (model(x).sum() * 0).sqrt().backward()
+        except NotFinite as error:
+            lines.append(error.phase)
+    assert lines.pop() == "backward"
     with Offload(model, to="disk", min_bytes=0) as offload:
         loss = model(x).sum()
     loss.backward()
@@ -53,6 +60,7 @@ NAMES = [
     ("torch._C._functorch", "is_functorch_wrapped_tensor"),
     ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
     ("torch._C._dynamo.eval_frame", "set_code_exec_strategy"),
+    ("torch.autograd.graph", "queue_callback"),
     ("torch.nn.utils.parametrize", "_cache_enabled"),
     ("torch.utils", "_python_dispatch"),
     ("torch.utils._python_dispatch", "_disable_current_modes"),

@@ -7,6 +7,8 @@ import re
 import sys
 import threading
 import warnings
+from collections import OrderedDict
+from itertools import pairwise
 
 import matplotlib
 import pytest
@@ -16,6 +18,7 @@ from models import mlp
 from torch import nn
 
 from hooklab import draw, layer_statistics
+from hooklab.draw import colours
 
 
 @pytest.fixture
@@ -295,8 +298,33 @@ def test_layers_with_other_ranges_have_axes_of_their_own(model):
     ):
         model(torch.randn(9, 4))
     svg = draw.activations({**wide, **narrow}).svg
-    assert ">10</text>" in svg
+    # Each axis covers the bins that have entries.
+    assert ">10</text>" not in svg
     assert ">1.0</text>" in svg
+
+
+def test_an_axis_covers_what_has_entries_and_outside_shares_are_written_in():
+    values = nn.Identity()
+    with layer_statistics(values, "", bins=100, range=(-10, 10)) as stats:
+        values(torch.tensor([0.05, 0.15, 0.25, 0.35, 2000.0, 3000.0, -50.0, 0.05]))
+    svg = draw.activations(stats).svg
+    assert {"25.0% above 10, up to 3e+03", "12.5% below -10, down to -50"} <= set(words(svg))
+    numbers = [float(word.replace("\N{MINUS SIGN}", "-")) for word in words(svg) if re.fullmatch(r"\W?[\d.]+", word)]
+    assert max(numbers) < 2  # the ticks
+    (heat,) = pixels(svg)
+    assert heat.shape[:2] == (2, 1)  # bins that have entries, calls
+
+
+def test_a_layer_that_lies_outside_is_no_blank_panel():
+    values = nn.Identity()
+    with layer_statistics(values, "", bins=100) as stats:
+        values(torch.full((7,), 1e9))
+    assert "100.0% above 10, up to 1e+09" in words(draw.activations(stats).svg)
+
+
+def test_activations_have_a_scale(outputs):
+    shown = words(draw.activations(outputs).svg)
+    assert {"0%", "1%", "10%", "50%", "100%", "entries, as a share of the fullest field of the layer"} <= set(shown)
 
 
 def test_a_layer_that_no_gradient_reaches_has_a_row_that_says_so():
@@ -310,6 +338,31 @@ def test_a_layer_that_no_gradient_reaches_has_a_row_that_says_so():
         ["2"],
     ]
     assert words(picture.svg).count("no gradient") == 2
+
+
+def test_a_module_with_layers_inside_stays_out_of_the_line_through_the_layers():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    with layer_statistics(model, "**", of="grad_output") as stats:
+        model(torch.ones(1, 2)).sum().backward()
+    assert list(stats) == ["0", "0.0", "0.1", "1"]
+    picture = draw.gradient_flow(stats)
+    (line,) = re.findall(rf'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: {colours.BLUE}', picture.svg)
+    assert len(re.findall(r"[ML] ", line)) == 3  # points: not that of "0"
+    assert "that of a module with layers inside" in words(picture.svg)
+    with layer_statistics(model, "0.*", "1", of="grad_output") as stats:
+        model(torch.ones(1, 2)).sum().backward()
+    assert "that of a module with layers inside" not in words(draw.gradient_flow(stats).svg)
+
+
+@pytest.mark.parametrize(("number", "named"), [(60, 60), (150, 150), (400, 200)])
+def test_every_row_is_named_or_told_on_hover(number, named):
+    model = nn.Sequential(OrderedDict({f"n{row}": nn.Identity() for row in range(number)}))
+    with layer_statistics(model, "*", of="grad_output") as stats:
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    svg = draw.gradient_flow(stats).svg
+    assert len(set(words(svg)) & set(stats)) == named
+    assert re.findall(r"<title>(.*)</title>", svg) == list(stats)
+    assert any("one row in 2 is named, all of them in .facts" in word for word in words(svg)) is (named < number)
 
 
 def test_many_rows_with_the_same_remark_have_it_once():
@@ -336,6 +389,21 @@ def test_no_call_and_no_bin_is_left_out_of_a_long_history():
     upper, middle = dark[: len(dark) // 4].any(0), dark[len(dark) // 4 :].any(0)
     assert len("".join("#" if one else " " for one in upper).split()) == len(explosions)
     assert middle.sum() >= 0.9 * dark.shape[1]
+
+
+@pytest.mark.parametrize(
+    "shape", [(6, 28, 28), (64, 1, 1), (64, 112, 112), (64, 1, 2000), (64, 7, 7), (64, 2000, 1), (1, 1000, 2)]
+)
+def test_every_map_has_its_number(shape):
+    number = shape[0]
+    svg = draw.feature_maps(torch.randn(shape)).svg
+    assert words(svg) == [str(channel) for channel in range(number)]
+    left, top = zip(
+        *((float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.]+)" y="([\d.]+)"', svg)), strict=True
+    )
+    assert len(set(zip(left, top, strict=True))) == number
+    assert all(later - earlier >= 7 for earlier, later in pairwise(sorted(set(left))))
+    assert all(later - earlier >= 7 for earlier, later in pairwise(sorted(set(top))))  # points: none covers another
 
 
 def test_no_pixel_is_left_out_of_large_maps():

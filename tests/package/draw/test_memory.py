@@ -1,11 +1,17 @@
 """draw.memory: what is held for backward, as a picture and in words."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hooklab import draw, saved_tensors
+
+
+def names(svg):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
 def leaf(*shape):
@@ -42,8 +48,8 @@ def test_the_picture_has_the_parts_of_the_model():
         y = model(torch.ones(2, 4))
     y.sum().backward()
     svg = draw.memory(saved).svg
-    assert svg.count(">stem<") == 2  # going and coming back
-    assert svg.count(">head<") == 1  # without a break in between
+    assert names(svg).count("stem") == 2  # going and coming back
+    assert names(svg).count("head") == 1  # without a break in between
 
 
 def test_the_picture_goes_inside_a_part_that_is_nearly_all_of_the_model():
@@ -55,9 +61,33 @@ def test_the_picture_goes_inside_a_part_that_is_nearly_all_of_the_model():
         y = model["head"](model["module"]["model"](torch.ones(2, 4)))
     y.sum().backward()
     svg = draw.memory(saved).svg
-    assert ">module<" not in svg
-    assert ">model<" not in svg
-    assert svg.count(">down<") == svg.count(">up<") == 2
+    assert names(svg).count("module.model.down") == names(svg).count("module.model.up") == 2
+    assert {"module", "module.model", "down", "up"}.isdisjoint(names(svg))
+
+
+def test_narrow_bands_have_upright_names_and_the_narrowest_are_told_on_hover():
+    model = nn.Sequential()
+    for number in range(80):
+        model.add_module(f"a_long_name_{number}", nn.Tanh())
+    with saved_tensors(model) as saved:
+        y = model(leaf(3))
+    y.sum().backward()
+    svg = draw.memory(saved).svg
+    told = re.findall(r"<title>([^<]*)</title>", svg)
+    assert len(told) > 100
+    assert set(told) >= {f"a_long_name_{number}" for number in range(80)}
+    written = [name for name in names(svg) if name.startswith("a_long_name_")]
+    assert 20 < len(written) < 80
+    assert svg.count("rotate(-90)") > 20
+
+
+@pytest.mark.parametrize(("elements", "words"), [(10, "at most 40 bytes"), (1000, "at most 3.91 KiB")])
+def test_the_most_that_is_held_is_written_in(elements, words):
+    x = leaf(elements)
+    with saved_tensors() as saved:
+        y = x.exp()
+    y.sum().backward()
+    assert words in names(draw.memory(saved).svg)
 
 
 def test_more_events_than_a_picture_can_show_are_not_drawn(monkeypatch):

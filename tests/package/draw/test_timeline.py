@@ -103,7 +103,7 @@ def test_long_names_leave_room_for_the_events():
 def test_names_of_phases_do_not_run_into_each_other(traced):
     phases = ["backward", "recompute"] * 8
     events = [Event("Node hook", "x", phase) for phase in phases for _ in range(10)]
-    shown = texts(timelines.svg(events))
+    shown = texts(timelines.drawn(events, "svg").decode())
     assert (shown.count("backward"), shown.count("recompute")) == (8, 0)
     assert texts(draw.timeline(traced).svg).count("backward") == 1
 
@@ -191,7 +191,7 @@ def test_more_events_than_can_be_told_apart_are_not_drawn(monkeypatch, traced):
 
 def test_a_chinese_name_has_the_room_that_it_takes():
     def left_of_the_axis(name):
-        svg = timelines.svg([Event("forward hook", name, "forward", inside=(name,))] * 40)
+        svg = timelines.drawn([Event("forward hook", name, "forward", inside=(name,))] * 40, "svg").decode()
         return float(re.search(r'id="patch_2">\s*<path d="M ([\d.]+)', svg)[1])
 
     assert left_of_the_axis("编码器编码器编码器") > 1.2 * left_of_the_axis("abcabcabc")

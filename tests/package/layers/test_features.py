@@ -858,3 +858,213 @@ def test_a_frozen_model_gives_its_outputs_no_gradient(x):
     with features(model, "*", keep=with_grad) as f:
         model(x)
     assert [f[name].grad for name in f] == [None, None]
+
+
+# ---- inputs ----
+
+
+def test_an_input_is_what_the_layer_gets(model, x):
+    kept = []
+    with model[2].register_forward_pre_hook(lambda module, args: kept.append(args[0].clone())):
+        model(x)
+    with features(model, "", "2", of="input") as f:
+        model(x)
+        assert torch.equal(f["2"], kept[0])
+        assert torch.equal(f[""], x)
+        assert f["2"].grad_fn is None
+        model(2 * x)
+        assert torch.equal(f.calls[""][0], 2 * x)
+        assert repr(f) == "Features(inputs of '': 1, 2: 1)"
+    assert hooks_on(model) == []
+
+
+def test_the_first_argument_that_holds_a_tensor_is_kept_with_its_structure(x):
+    class Sums(nn.Module):
+        def forward(self, x, y=None, pair=None):
+            return torch.zeros(1)
+
+    model = Returns(lambda x: model.layer(None, 3, pair=(x, {"mask": x > 0})) + model.layer(x, 2 * x))
+    model.layer = Sums()
+    with features(model, "layer", of="input") as f:
+        model(x)
+    (kept, nested), last = f.calls["layer"]
+    assert torch.equal(kept, x)
+    assert torch.equal(nested["mask"], x > 0)
+    assert torch.equal(last, x)
+
+
+def test_an_input_that_its_layer_overwrites_is_refused_unless_a_copy_is_kept():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.linspace(-1, 1, 8).view(2, 4)
+    with features(model, "1", of="input") as f, features(model, "1", of="input", keep=torch.clone) as copies:
+        model(x)
+    with pytest.raises(
+        RuntimeError, match=r"the input of '1' has been overwritten.*by that layer.*of=\"input\", keep="
+    ):
+        f["1"]
+    assert torch.equal(copies["1"], model[0](x))
+    assert (copies["1"] < 0).any()
+
+
+def test_run_with_inputs_ends_before_the_last_layer_runs(model, x):
+    ran = []
+    for name, layer in model.named_children():
+        layer.register_forward_hook(lambda module, args, output, name=name: ran.append(name))
+    with features(model, "1", "3", of="input") as f:
+        assert torch.equal(f.run(x)["3"], model[:3](x))
+    assert ran == ["0", "1", "2"] * 2
+
+
+def test_inputs_of_a_model_that_calls_itself_are_all_kept():
+    class Tree(nn.Module):
+        def forward(self, tree):
+            return sum(map(self, tree)) if isinstance(tree, list) else tree * 2
+
+    model, leaf = Tree(), torch.ones(2)
+    with features(model, "", of="input") as f:
+        model([leaf, [leaf, leaf]])
+        assert len(f.calls[""]) == 5
+        model(leaf)
+        assert len(f.calls[""]) == 1
+
+
+def test_inputs_are_kept_once_under_a_checkpoint(x):
+    model = nn.Sequential(mlp(4, 4, 4))
+    with features(model, "0.2", of="input", every=True) as f, checkpoint_segments(model, {"": 1}):
+        for _ in range(2):
+            model(x).sum().backward()
+    assert torch.equal(f.all("0.2"), torch.cat([model[0][:2](x)] * 2))
+
+
+def test_something_else_than_outputs_and_inputs_is_refused(model):
+    with pytest.raises(ValueError, match=r"features\(of='grad'\): expected 'output' or 'input'"):
+        features(model, "0", of="grad")
+    assert hooks_on(model) == []
+
+
+# ---- all forwards ----
+
+
+def test_the_outputs_of_all_forwards_are_joined_on_the_batch(model, x):
+    batches = [x, x[:1] + 1, x - 1]
+    with features(model, "1", "2", every=True) as f:
+        for batch in batches:
+            model(batch)
+        f.run(x)
+    expected = torch.cat([model[:2](batch) for batch in [*batches, x]])
+    assert torch.equal(f.all("1"), expected)
+    assert len(f.calls["1"]) == 1
+    twin = pickle.loads(pickle.dumps(f))
+    assert torch.equal(twin.all("1"), expected)
+    assert torch.equal(f.all("2"), torch.cat([model[:3](batch) for batch in [*batches, x]]))
+
+
+def test_all_has_every_call_in_order_under_every_name_of_a_shared_module():
+    model, x = Twice(), torch.randn(2, 3)
+    with features(model, "step", "again", every=True) as f:
+        model(x, times=2)
+        model(x + 1, times=1)
+    first, second = model.step.forward(x), model.step.forward(x + 1)
+    assert torch.equal(f.all("step"), torch.cat([first, model.step.forward(first), second]))
+    assert torch.equal(f.all("again"), f.all("step"))
+
+
+def test_all_joins_each_tensor_of_a_nested_output():
+    model = Returns(lambda x: {"logits": x * 2, "rest": [(x.sum(1), None, "text")], "result": Result(x - 1, [x])})
+    with features(model, "", every=True) as f:
+        model(torch.ones(2, 3))
+        model(torch.zeros(1, 3))
+    found, rows = f.all(""), torch.cat([torch.ones(2, 3), torch.zeros(1, 3)])
+    assert torch.equal(found["logits"], 2 * rows)
+    assert torch.equal(found["rest"][0][0], rows.sum(1))
+    assert found["rest"][0][1:] == (None, "text")
+    assert torch.equal(found["result"].logits, rows - 1)
+    assert f[""]["logits"].shape == (1, 3)
+
+
+def test_all_without_every_says_how_to_ask(model, x):
+    with features(model, "1") as f:
+        model(x)
+    with pytest.raises(RuntimeError, match=r"only the last forward is kept.*features\(model, '1', every=True\)"):
+        f.all("1")
+    with pytest.raises(KeyError, match="'7' was not asked for"):
+        f.all("7")
+
+
+def test_all_keeps_a_layer_that_the_last_forward_skipped():
+    model = Returns(lambda x: model.layer(x) if x.sum() > 0 else x)
+    model.layer = nn.Linear(3, 3)
+    with features(model, "layer", every=True) as f:
+        with pytest.raises(KeyError, match="no output of 'layer' yet"):
+            f.all("layer")
+        model(torch.ones(2, 3))
+        model(-torch.ones(2, 3))
+    assert "layer" not in f
+    assert torch.equal(f.all("layer"), model.layer(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "words"),
+    [
+        (
+            [torch.ones(2, 3), torch.ones(2, 4)],
+            {},
+            r"have shapes that cannot be joined on dim 0: \[2, 3\], \[2, 4\]; read",
+        ),
+        ([torch.ones(0), torch.ones(2, 4)], {}, r"on dim 0: \[0\], \[2, 4\];"),
+        ([torch.ones(()), torch.ones(())], {}, r"on dim 0: \[\];"),
+        ([(torch.ones(2), 1), (torch.ones(2), 2)], {}, r"on dim 0: \(\[2\], 1\), \(\[2\], 2\);"),
+        ([torch.ones(2, 3)] * 2, {"keep": lambda t: 7.0}, "have no tensor to join: 7.0;"),
+        ([nn.utils.rnn.pack_sequence([torch.ones(2)])] * 2, {}, "are packed sequences, which cannot be joined"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_with_its_shapes(outputs, options, words):
+    model = Returns(lambda number: outputs[number])
+    with features(model, "", every=True, **options) as f:
+        model(0), model(1)
+    with pytest.raises(ValueError, match=words):
+        f.all("")
+
+
+def test_all_refuses_an_output_of_an_earlier_forward_that_was_overwritten(model, x):
+    with features(model, "1", every=True) as f, torch.no_grad():
+        hidden = model[:2](x)
+        model(x)
+        hidden.add_(1)
+    assert torch.equal(f["1"], model[:2](x))
+    with pytest.raises(RuntimeError, match="the output of '1' has been overwritten in place"):
+        f.all("1")
+
+
+def test_without_every_no_earlier_output_is_kept(model, x):
+    alive = []
+    model[1].register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output.untyped_storage())))
+    for every in (False, True):
+        alive.clear()
+        with torch.no_grad(), features(model, "1", every=every) as f:
+            model(x), model(x)
+            assert f["1"].shape == (3, 5)
+            assert [one() is not None for one in alive] == [every, True]
+
+
+def test_dim_0_is_joined_also_where_it_is_not_the_batch():
+    model, batches = nn.LSTM(3, 4, num_layers=2), [torch.ones(6, 5, 3), torch.zeros(6, 5, 3)]
+    with features(model, "", every=True) as f, features(model, "", every=True, keep=swapped) as turned:
+        expected = [model(batch) for batch in batches]
+    outputs, states = [output for output, _ in expected], [state for _, (state, _) in expected]
+    assert torch.equal(f.all("")[0], torch.cat(outputs, 0))
+    assert torch.equal(turned.all("")[0], torch.cat(outputs, 1).transpose(0, 1))
+    assert torch.equal(turned.all("")[1][0], torch.cat(states, 1).transpose(0, 1))
+
+
+def swapped(tensor):
+    return tensor.detach().transpose(0, 1)
+
+
+def test_the_gradient_of_an_input_is_that_of_all_its_uses():
+    model, x = Returns(lambda x: (hidden := model.first(x)) * 2 + model.second(hidden)), torch.ones(2, 3)
+    model.first, model.second = nn.Linear(3, 3), nn.Linear(3, 3)
+    with features(model, "first", "second", of="input", keep=with_grad) as f:
+        model(x.requires_grad_()).sum().backward()
+    assert torch.allclose(f["second"].grad, (2 + model.second.weight.sum(0)).expand(2, 3))
+    assert f["first"].grad is None
+    assert x.grad.any()

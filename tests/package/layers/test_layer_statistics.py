@@ -658,3 +658,101 @@ def test_tensors_in_objects_of_other_kinds_are_not_counted():
     with layer_statistics(model, "*") as stats:
         assert model(torch.ones(1, 2)).content.shape == (1, 2)
     assert list(stats) == ["0"]
+
+
+# ---- dead units ----
+
+
+def always_zero(outputs, dim):
+    """By hand: the entries along `dim` that are zero in all outputs."""
+    rows = torch.cat([output.movedim(dim, 0).reshape(output.shape[dim], -1) for output in outputs], 1)
+    return [unit for unit, row in enumerate(rows.tolist()) if not any(row)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "units"),
+    [
+        (nn.Linear(4, 6), (3, 4), 1),
+        (nn.Linear(4, 6), (3, 5, 4), -1),
+        (nn.Linear(4, 6), (4,), -1),
+        (nn.Conv2d(4, 6, 1), (2, 4, 3, 3), 1),
+        (nn.Conv1d(4, 6, 1), (2, 4, 3), 1),
+    ],
+)
+def test_a_unit_is_dead_that_was_zero_in_every_sample_at_every_place(layer, shape, units):
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(layer, nn.ReLU()), []
+    with torch.no_grad():
+        layer.bias.copy_(torch.tensor([-9.0, 9, -9, 0.5, -0.5, 0.1]))
+    model[1].register_forward_hook(lambda module, args, output: kept.append(output.detach().clone()))
+    with layer_statistics(model, "*", units=units) as stats:
+        for _ in range(4):
+            model(torch.randn(shape))
+            assert stats.dead["1"] == always_zero(kept, units)
+        if len(shape) > 1:
+            model(torch.randn((0, *shape[1:])))
+    assert {0, 2} <= set(stats.dead["1"])
+    assert stats.dead == {"0": [], "1": always_zero(kept[:4], units)}
+    assert len(always_zero(kept[:1], units)) >= len(stats.dead["1"])
+
+
+def test_a_unit_that_fires_once_is_never_dead_again_and_nan_is_not_zero():
+    layer = nn.Identity()
+    with layer_statistics(layer, "", units=1) as stats:
+        layer(torch.tensor([[0.0, 0, 0, 1e-45, 0]]))
+        assert stats.dead[""] == [0, 1, 2, 4]
+        layer(torch.tensor([[0.0, math.nan, -0.0, 0, -1]]))
+        layer(torch.zeros(3, 5))
+    assert stats.dead[""] == [0, 2]
+    assert pickle.loads(pickle.dumps(stats)).dead == {"": [0, 2]}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+def test_dead_units_of_any_dtype(dtype):
+    layer = nn.Identity()
+    with layer_statistics(layer, "", units=1) as stats:
+        layer(torch.tensor([[0, 1, 0], [0, 0, 0]]).to(dtype))
+    assert stats.dead == {"": [0, 2]}
+
+
+def test_units_whose_gradient_is_always_zero():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[1.0, 0, 2]]))
+    with layer_statistics(model, "0", of="grad_output", units=1) as stats:
+        model(torch.ones(2, 4)).sum().backward()
+    assert stats.dead == {"0": [1]}
+
+
+def test_units_that_were_not_asked_for_are_not_counted_and_dead_says_how_to_ask(model):
+    with layer_statistics(model, "*") as stats:
+        model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match=r"units were not counted.*layer_statistics\(model, ..., units=1\)"):
+        stats.dead["1"]
+    for units in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match=r"layer_statistics\(units=...\): expected a dim, such as 1"):
+            layer_statistics(model, "*", units=units)
+    assert hooks_on(model) == []
+
+
+def test_a_layer_without_units_in_common_is_left_out_and_named_with_the_reason():
+    widths = Returns(lambda x: (x, x[:, :2]))
+    model = nn.Sequential(nn.Linear(4, 3), widths)
+    model.flat, model.idle = Returns(lambda x: x.flatten()), nn.ReLU()
+    with layer_statistics(model, "*", units=1) as stats:
+        model[:2](torch.ones(2, 4))
+        model.flat(torch.ones(2, 4))
+    assert list(stats.dead) == ["0"]
+    with pytest.raises(KeyError, match="no units of '1': one tensor has 3 units, another 2; choose layers"):
+        stats.dead["1"]
+    with pytest.raises(KeyError, match=r"no units of 'flat': a tensor has no dim 1: its shape is \[8\]"):
+        stats.dead["flat"]
+    with pytest.raises(KeyError, match="no output of 'idle' yet"):
+        stats.dead["idle"]
+    with pytest.raises(KeyError, match="'7' was not asked for"):
+        stats.dead["7"]
+    assert stats["1"].calls == 2
+    with layer_statistics(layer := nn.Identity(), "", units=1) as stats:
+        layer(torch.ones(2, 3, device="meta")), layer(torch.ones(0, 3))
+    with pytest.raises(KeyError, match="no units of '': its tensors were empty or without values"):
+        stats.dead[""]

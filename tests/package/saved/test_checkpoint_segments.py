@@ -320,6 +320,8 @@ class Unrolled(nn.Module):
             Residual(),
             nn.Sequential(nn.LazyLinear(2)),
         )
+        self.wrapped = nn.ModuleList([nn.Linear(2, 2)])
+        self.wrapped[0].forward = lambda x: x
         self.patched = nn.Sequential(nn.Linear(2, 2))
         self.patched.forward = lambda x: x
         self.alias = self.same = nn.Sequential()
@@ -328,7 +330,8 @@ class Unrolled(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"inner.h": 1}, "found ModuleList, whose owner calls the blocks in a loop of its own: put"),
+        ({"inner.h": 2}, r"the owner of a ModuleList calls its blocks one by one: 1 block .*, \{'inner.h': 1\}"),
+        ({"inner.wrapped": 1}, "'inner.wrapped.0' has a forward of its own, put there by a wrapper or another plan"),
         ({"h": 1}, "no layer is called 'h'; close: 'inner.h'"),
         ({"inner.own": 1}, "found Residual with a forward of its own$"),
         ({"inner.patched": 1}, "found Sequential with a forward of its own$"),
@@ -698,3 +701,93 @@ def test_an_error_in_the_recomputation_leaves_buffers_and_flags_in_place():
             loss.backward()
     assert all(one is other for one, other in zip(model.buffers(), buffers, strict=True))
     assert equal(values, buffers)
+
+
+# ---- a ModuleList, whose owner calls its blocks ----
+
+
+class Layer(nn.Module):
+    """As in a transformer: keywords, nested arguments, a list that it fills, a tuple that it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.norm, self.drop = nn.Linear(4, 16), nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x, mask=None, *, rope, taps, scale=1.0):
+        taps.append(x)
+        cos, sin = rope
+        hidden = self.norm(self.drop(self.out((self.inside(x * cos) * sin.mean()).tanh())))
+        return x + hidden * mask * scale, None
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h, self.head = nn.ModuleList(Layer() for _ in range(4)), nn.Linear(4, 1)
+
+    def forward(self, x):
+        rope, taps = (x.detach().cos(), x.sin()), []
+        for layer in self.h:
+            x, _ = layer(x, torch.ones(4), rope=rope, taps=taps, scale=2)
+        return self.head(x + sum(taps))
+
+
+def test_each_block_of_a_modulelist_is_a_segment_and_the_training_is_plain():
+    assert same_as_plain(Stack, {"h": 1})
+    model, x = Stack(), torch.randn(8, 4, requires_grad=True)
+    with saved_tensors(model) as plain:
+        model(x)
+    with checkpoint_segments(model, {"h": 1}) as segments, saved_tensors(model) as saved:
+        y = model(x)
+        assert repr(segments) == "Segments(h.0: 1, h.1: 1, h.2: 1, h.3: 1)"
+        y.sum().backward()
+    assert plain.unique_bytes > 4 * 8 * 16 * 4  # what is inside the blocks
+    assert saved.unique_bytes < plain.unique_bytes / 2
+    assert not any(one.shape == (8, 16) for one in saved)
+    assert not any("forward" in vars(layer) for layer in model.h)
+
+
+def test_hooks_on_a_block_of_a_modulelist_fire_once_and_a_copy_of_it_is_plain():
+    model, calls = Stack(), []
+    for layer in model.h:
+        layer.register_forward_hook(lambda module, args, output: calls.append(module))
+    with no_leftovers(model), checkpoint_segments(model, {"h": 1}), features(model, "h.*.out") as f:
+        twin = copy.deepcopy(model)
+        model(torch.randn(3, 4)).sum().backward()
+    assert calls == [*model.h]
+    assert [len(one) for one in f.calls.values()] == [1] * 4
+    with saved_tensors(twin) as saved:
+        twin(torch.randn(3, 4))
+    assert any(one.shape == (3, 16) for one in saved)
+
+
+def test_an_in_place_block_of_a_modulelist_edits_what_its_owner_gave():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.h = nn.ModuleList([nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)])
+
+        def forward(self, x):
+            first = self.h[0](x)
+            return self.h[2](self.h[1](first)) + first
+
+    assert same_as_plain(Loop, {"h": 1})
+
+
+def test_an_object_that_a_block_could_fill_twice_is_refused():
+    class DynamicCache:
+        pass
+
+    class Cached(nn.Linear):
+        def forward(self, x, cache=None):
+            return super().forward(x)
+
+    model = nn.Module()
+    model.h = nn.ModuleList([Cached(2, 2)])
+    with checkpoint_segments(model, {"h": 1}):
+        for cache in (DynamicCache(), {"own": DynamicCache()}):
+            with pytest.raises(TypeError, match=r"'h.0' was given .*DynamicCache.*use_cache=False.*; expected tensors"):
+                model.h[0](torch.ones(1, 2), cache=cache)
+        with torch.no_grad():
+            model.h[0](torch.ones(1, 2), cache=DynamicCache())
