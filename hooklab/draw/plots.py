@@ -44,10 +44,10 @@ def _rms(layer: Statistics) -> float:
     return math.hypot(layer.mean, spread)
 
 
-def gradient_flow_facts(stats: dict[str, Statistics]) -> str:
-    """A line for each layer: name, root mean square, largest absolute entry."""
-    width = max(5, *map(len, stats))
-    lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
+def gradient_flow_facts(stats: dict[str, Statistics], kind: str) -> str:
+    """A line for each layer or parameter: name, root mean square, largest absolute entry."""
+    width = max(len(kind), *map(len, stats))
+    lines = [f"{kind:{width}}  {'rms':>7}  {'max':>7}"]
     for name, layer in stats.items():
         if not layer.count:
             lines.append(f"{name:{width}}  {'-':>7}  {'-':>7}  no gradient")
@@ -58,8 +58,8 @@ def gradient_flow_facts(stats: dict[str, Statistics]) -> str:
     return "\n".join(lines)
 
 
-def gradient_flow(stats: dict[str, Statistics]) -> str:
-    """A row for each layer, the first on top: a dot for the root mean square, a mark for the largest entry."""
+def gradient_flow(stats: dict[str, Statistics], kind: str) -> str:
+    """A row for each layer or parameter, first on top: a dot for the root mean square, a mark for the largest entry."""
     names = list(stats)
     sizes = [_rms(layer) for layer in stats.values()]
     largest = [max(abs(layer.min), abs(layer.max)) for layer in stats.values()]
@@ -76,7 +76,7 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
             shown = [value if value > 0 else math.nan for value in values]
             axes.plot(shown, range(len(names)), mark, color=colour, ms=5, lw=1, mew=1.5, label=label)
         for first, last, remark in _runs(list(map(_remark, stats.values())), 1 if step == 1 else len(names)):
-            many = f": {last - first + 1} layers" if last > first else ""
+            many = f": {last - first + 1} {kind}s" if last > first else ""
             axes.annotate(
                 remark + many, (floor, (first + last) / 2), xytext=(6, 0), textcoords="offset points",
                 va="center", fontsize=7, color=RED,
@@ -89,7 +89,7 @@ def gradient_flow(stats: dict[str, Statistics]) -> str:
         labels = [shortened(name, MAX_NAME) for name in names[::step]]
         axes.set_yticks(range(0, len(names), step), labels, family="monospace")
         axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlabel("gradient with respect to the layer's output")
+        axes.set_xlabel("gradient with respect to the " + ("layer's output" if kind == "layer" else kind))
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return out[0]
