@@ -20,8 +20,6 @@ from hooklab.layers.streaming import Statistics, Tally, plain, short
 
 __all__ = ["Update", "Updates", "updates"]
 
-SHOWN = 12  # parameters in a repr
-
 
 @dataclass(frozen=True)
 class Update:
@@ -147,9 +145,8 @@ class Updates(Installed, Tabular, Mapping[str, Update]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        steps = [f"{name}: {moves.steps}" for name, moves in self._named.items()]
-        more = f", … and {len(steps) - SHOWN:,} more parameters" if len(steps) > SHOWN else ""
-        return f"Updates(steps of {', '.join(steps[:SHOWN])}{more})"
+        steps = max(moves.steps for moves in self._named.values())
+        return f"Updates(steps: {steps:,}, parameters: {len(self._named):,})"
 
     def _records(self) -> Iterator[tuple[Any, ...]]:
         for name, moves in self._named.items():

@@ -467,7 +467,7 @@ def test_the_table_has_a_row_for_each_parameter(model, batches):
         f"{number:.4f}" for number in (each.ratio, each.update_norm, each.grad_norm, each.value_norm)
     ]
     assert "<td>4</td>" in u._repr_html_()
-    assert repr(u) == "Updates(steps of 0.weight: 4, 0.bias: 4, 2.weight: 4, 2.bias: 4)"
+    assert repr(u) == "Updates(steps: 4, parameters: 4)"
 
 
 def test_the_picture_of_the_gradients_shows_every_parameter_and_step(model, batches):
