@@ -21,6 +21,7 @@ from hooklab.layers.features import features
 from hooklab.layers.finite import NotFinite, finite
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
+from hooklab.layers.updates import updates
 from hooklab.layers.verbose import verbose
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tracing import trace
@@ -46,6 +47,7 @@ __all__ = [
     "scale",
     "select",
     "trace",
+    "updates",
     "verbose",
     "watch",
     "with_grad",

@@ -18,7 +18,7 @@ PAGES = {
         "层",
         "Layers",
         "hooklab.layers.select: select, hooklab.layers.verbose: verbose, hooklab.layers.finite: finite Finite NotFinite, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics",
+        "hooklab.layers.statistics: layer_statistics LayerStatistics, hooklab.layers.updates: updates Updates Update",
     ),
     "saved": (
         "已保存张量",

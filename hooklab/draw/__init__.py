@@ -13,6 +13,7 @@ from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, senten
 from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
 from hooklab.draw.picture import Picture
 from hooklab.layers.streaming import Statistics
+from hooklab.layers.updates import Updates
 from hooklab.saved.record import SavedTensors
 from hooklab.tracing import Trace
 
@@ -116,7 +117,7 @@ def timeline(trace: Trace) -> Picture:
     return _drawn_events(facts, alt, timelines.drawn, events, len(events), "trace a part")
 
 
-def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
+def gradient_flow(stats: Mapping[str, Statistics] | Updates) -> Picture:
     """How large the gradient is in each layer, from top to bottom in the order of `stats`: does it vanish or explode?
 
     The dot is the root mean square of all entries, the mark the largest absolute entry, on a logarithmic scale. A layer
@@ -124,7 +125,8 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
     line. Above some 200 layers not every row has its name beside it; a browser that shows the saved SVG tells it on hover.
 
     Args:
-        stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned.
+        stats: what `hooklab.layer_statistics(model, ..., of="grad_output")` returned, or `hooklab.updates(...)`: then
+            there is a row for each parameter.
 
     Returns:
         A `Picture`. `.facts` has a line per layer: name, root mean square, largest absolute entry.
@@ -141,6 +143,8 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
         >>> print(gradient_flow(stats).facts.splitlines()[2])
         1      1.0e+00  1.0e+00
     """
+    kind = "parameter" if isinstance(stats, Updates) else "layer"
+    stats = stats.gradients if isinstance(stats, Updates) else stats
     counted = _counted("gradient_flow", stats)
     if getattr(stats, "of", "grad_output") != "grad_output":
         raise ValueError(
@@ -148,8 +152,8 @@ def gradient_flow(stats: Mapping[str, Statistics]) -> Picture:
         )
     # Also those that no gradient has reached.
     counted = {name or repr(name): layer for name, layer in getattr(stats, "asked", counted).items()}
-    alt = f"How large the gradient is in {len(counted)} layers, from {next(iter(counted))!r} to {next(reversed(counted))!r}."
-    return _drawn(flow.gradient_flow_facts(counted), alt, flow.gradient_flow, counted)
+    alt = f"How large the gradient is in {len(counted)} {kind}s, from {next(iter(counted))!r} to {next(reversed(counted))!r}."
+    return _drawn(flow.gradient_flow_facts(counted, kind), alt, partial(flow.gradient_flow, kind), counted)
 
 
 def activations(stats: Mapping[str, Statistics]) -> Picture:

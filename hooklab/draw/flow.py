@@ -25,10 +25,10 @@ def _rms(layer: Statistics) -> float:
     return math.hypot(layer.mean, spread)
 
 
-def gradient_flow_facts(stats: dict[str, Statistics]) -> str:
-    """A line for each layer: name, root mean square, largest absolute entry."""
-    width = max(5, *map(len, stats))
-    lines = [f"{'layer':{width}}  {'rms':>7}  {'max':>7}"]
+def gradient_flow_facts(stats: dict[str, Statistics], kind: str) -> str:
+    """A line for each layer or parameter: name, root mean square, largest absolute entry."""
+    width = max(len(kind), *map(len, stats))
+    lines = [f"{kind:{width}}  {'rms':>7}  {'max':>7}"]
     for name, layer in stats.items():
         if not layer.count:
             lines.append(f"{name:{width}}  {'-':>7}  {'-':>7}  no gradient")
@@ -39,8 +39,8 @@ def gradient_flow_facts(stats: dict[str, Statistics]) -> str:
     return "\n".join(lines)
 
 
-def gradient_flow(stats: dict[str, Statistics], form: str) -> bytes:
-    """A row for each layer, the first on top: a dot for the root mean square, a mark for the largest entry."""
+def gradient_flow(kind: str, stats: dict[str, Statistics], form: str) -> bytes:
+    """A row for each layer or parameter, the first on top: a dot for the root mean square, a mark for the largest entry."""
     above_zero = [size for size in map(_rms, stats.values()) if size > 0 and math.isfinite(size)]
     floor = 10 ** math.floor(math.log10(min(above_zero)) - 0.3) if above_zero else 1e-8
     from matplotlib.ticker import LogFormatter
@@ -51,7 +51,7 @@ def gradient_flow(stats: dict[str, Statistics], form: str) -> bytes:
         _sizes(axes, stats)
         step = math.ceil(SMALL_ROW * len(stats) / MAX_HEIGHT)
         for first, last, remark in _runs(list(map(_remark, stats.values())), 1 if height == ROW else len(stats)):
-            many = f": {last - first + 1} layers" if last > first else ""
+            many = f": {last - first + 1} {kind}s" if last > first else ""
             axes.annotate(
                 remark + many, (floor, (first + last) / 2), xytext=(6, 0), textcoords="offset points",
                 va="center", fontsize=7, color=RED,
@@ -65,8 +65,9 @@ def gradient_flow(stats: dict[str, Statistics], form: str) -> bytes:
         size = min(8, max(1.0, 72 * height * step * 0.85))
         axes.set_yticks(range(0, len(stats), step), labels, family="monospace", fontsize=size)
         axes.set_ylim(len(stats) - 0.4, -0.6)
+        of = "layer's output" if kind == "layer" else kind
         left_out = f"; one row in {step} is named, all of them in .facts" if step > 1 else ""
-        axes.set_xlabel(f"gradient with respect to the layer's output{left_out}")
+        axes.set_xlabel(f"gradient with respect to the {of}{left_out}")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return out[0]

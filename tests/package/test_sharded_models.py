@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooklab import checkpoint_segments, clip_gradients, features, no_leftovers
+from hooklab import checkpoint_segments, clip_gradients, features, hooks_on, no_leftovers, updates
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch knows no other processes", allow_module_level=True)
@@ -47,6 +47,14 @@ def test_features_of_a_sharded_model_are_kept_but_run_is_refused():
 def test_sharded_parameters_are_not_clipped_but_refused():
     with pytest.raises(ValueError, match=r"are sharded.*never fire.*clip_grad_value_"):
         clip_gradients(fully_sharded(), -1, 1)
+
+
+def test_updates_of_sharded_parameters_are_refused():
+    model = fully_sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"updates: the parameters of .* are sharded \(FSDP\)"):
+        updates(model, optimizer)
+    assert hooks_on(optimizer) == []
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch would rather see fully_shard
