@@ -18,7 +18,8 @@ PAGES = {
         "层",
         "Layers",
         "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics",
+        "hooklab.layers.statistics: layer_statistics LayerStatistics, "
+        "hooklab.layers.compare: compare, hooklab.layers.comparison: Comparison LayerPair",
     ),
     "saved": (
         "已保存张量",
