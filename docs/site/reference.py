@@ -17,9 +17,8 @@ PAGES = {
     "layers": (
         "层",
         "Layers",
-        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics, "
-        "hooklab.layers.compare: compare, hooklab.layers.comparison: Comparison LayerPair",
+        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, hooklab.layers.compare: compare, "
+        "hooklab.layers.statistics: layer_statistics LayerStatistics, hooklab.layers.comparison: Comparison LayerPair",
     ),
     "saved": (
         "已保存张量",

@@ -50,7 +50,8 @@ class Calls(Installed):
             outer.is_leaf = False
         self._begun[module] += 1
         label = name if self._begun[module] == 1 else f"{name} #{self._begun[module]}"
-        self._running.append(Call(label, module, copied(args), copied(kwargs), random_state()))
+        args, kwargs = copied((args, kwargs))
+        self._running.append(Call(label, module, args, kwargs, random_state()))
 
     @eager
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -65,7 +66,19 @@ class Calls(Installed):
 
 def copied(value: Any) -> Any:
     """`value` with a copy of each tensor."""
-    return map_tensors(lambda tensor: tensor.detach().clone(), value)
+    return _map_once(lambda tensor: tensor.detach().clone(), value)
+
+
+def _map_once(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """As `map_tensors`; a tensor that is given twice stays one, as self-attention needs for its faster path."""
+    made: dict[int, Tensor] = {}
+
+    def result(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return map_tensors(result, value)
 
 
 def sizes(value: object) -> tuple[tuple[int, ...], ...]:
@@ -83,7 +96,7 @@ def moved(inputs: tuple[tuple, dict[str, Any]], a: nn.Module, b: nn.Module) -> t
         rounded = mine.dtype != theirs.dtype and tensor.is_floating_point()
         return tensor.to(theirs.device, theirs.dtype if rounded else tensor.dtype)
 
-    args, kwargs = map_tensors(to_b, inputs)
+    args, kwargs = _map_once(to_b, inputs)
     return args, kwargs
 
 
@@ -103,8 +116,12 @@ def given(call: Call, other: Call) -> tuple[tuple, dict[str, Any]] | None:
     clear = (same_form or len(mine) == 1) and list(map(_kind, mine)) == list(map(_kind, theirs))
     if not clear or not _is_plain((call.args, call.kwargs)) or not _is_plain((form.args, form.kwargs)):
         return None
-    ready = iter([tensor.to(their.device, their.dtype) for tensor, their in zip(mine, theirs, strict=True)])
-    args, kwargs = map_tensors(lambda tensor: next(ready), (form.args, form.kwargs))
+    places = mine if same_form else theirs
+    ready = {
+        id(place): tensor.to(their.device, their.dtype)
+        for place, tensor, their in zip(places, mine, theirs, strict=True)
+    }
+    args, kwargs = map_tensors(lambda place: ready[id(place)], (form.args, form.kwargs))
     return args, kwargs
 
 
