@@ -17,6 +17,7 @@ from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
 from hooklab.course import check
 from hooklab.gradients import clip, clip_gradients, scale, watch, zero
 from hooklab.layers.activation_gradients import with_grad
+from hooklab.layers.compare import compare
 from hooklab.layers.features import features
 from hooklab.layers.finite import NotFinite, finite
 from hooklab.layers.select import select
@@ -37,6 +38,7 @@ __all__ = [
     "checkpoint_segments",
     "clip",
     "clip_gradients",
+    "compare",
     "draw",
     "features",
     "finite",

@@ -14,6 +14,7 @@ from torch import nn
 from hooklab import (
     Offload,
     checkpoint_segments,
+    compare,
     features,
     hooks_on,
     layer_statistics,
@@ -103,6 +104,19 @@ def test_what_comes_after_compiling_is_announced(model, how):
         ) as caught:
             call(compiled, "1").remove()
         assert caught[0].filename == __file__
+
+
+def test_a_compiled_model_is_compared_uncompiled(model, x, recwarn):
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    rows = compare(compiled, model, x)
+    assert [row.a for row in rows] == ["0", "1", "2", ""]
+    assert rows.first is None
+    assert not recwarn
+    model[0].compile(backend="eager")
+    with pytest.warns(UserWarning, match="compare: this model is compiled") as caught:
+        compare(model, model, x)
+    assert caught[0].filename == __file__
 
 
 def test_with_grad_is_right_in_a_model_compiled_afterwards(model, x):

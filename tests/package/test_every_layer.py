@@ -1,5 +1,6 @@
-"""Every module of torch.nn under finite, verbose, features, layer_statistics and trace: nothing changes or stays."""
+"""Every module of torch.nn under each call that looks at layers: nothing changes, and nothing stays."""
 
+import copy
 import warnings
 from contextlib import ExitStack
 
@@ -9,7 +10,7 @@ from models import same_state, state_of
 from torch import nn
 from torch_nn_samples import ABSTRACT, SAMPLES
 
-from hooklab import features, finite, hooks_on, layer_statistics, no_leftovers, trace, verbose
+from hooklab import compare, features, finite, hooks_on, layer_statistics, no_leftovers, trace, verbose
 from hooklab._support.nested import tensors_in
 
 
@@ -71,3 +72,18 @@ def test_outputs_and_gradients_are_bit_equal_and_nothing_is_left(sample):
     assert all(torch.equal(one, other) for one, other in zip(kept, watched, strict=False))
     assert stats[""].count == sum(tensor.numel() for tensor in kept)
     assert ("" in grads) == any(tensor.requires_grad for tensor in watched[: len(kept)])
+
+
+def test_a_copy_does_not_differ_and_comparing_changes_nothing(sample):
+    layer, inputs = sample
+    other = copy.deepcopy(layer)
+    before, of_other, random = state_of(layer), state_of(other), torch.get_rng_state()
+    with no_leftovers(layer):
+        rows = compare(layer, other, *inputs)
+    assert len(rows) > 0
+    assert rows.first is rows.to_blame is None
+    assert rows.unpaired == ([], [])
+    assert all(row.on_equal_input == 0 for row in rows if row.a)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert same_state(before, state_of(layer))
+    assert same_state(of_other, state_of(other))
