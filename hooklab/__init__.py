@@ -20,6 +20,7 @@ from hooklab.layers.activation_gradients import with_grad
 from hooklab.layers.features import features
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
+from hooklab.layers.summary import summary
 from hooklab.layers.verbose import verbose
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tracing import trace
@@ -42,6 +43,7 @@ __all__ = [
     "saved_tensors",
     "scale",
     "select",
+    "summary",
     "trace",
     "verbose",
     "watch",
