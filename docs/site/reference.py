@@ -18,7 +18,8 @@ PAGES = {
         "层",
         "Layers",
         "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics",
+        "hooklab.layers.statistics: layer_statistics LayerStatistics, "
+        "hooklab.layers.summary: summary, hooklab.layers.summary_table: Summary LayerSummary",
     ),
     "saved": (
         "已保存张量",

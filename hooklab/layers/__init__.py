@@ -2,5 +2,5 @@
 
 Which file answers which question: `select.py` finds layers by name, `verbose.py` watches them run, `features.py` keeps
 what they return, `activation_gradients.py` the gradient of it, `statistics.py` describes it in numbers (`streaming.py`
-counts them).
+counts them). `summary.py` runs a model once (`one_run.py`) for a table of its layers (`summary_table.py`).
 """

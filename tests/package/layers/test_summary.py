@@ -49,6 +49,12 @@ def test_operations_are_those_of_the_formulas(convnet):
     assert s.total.operations == counter.get_total_flops()
 
 
+def test_a_multiplication_and_an_addition_are_two_operations_at_every_position():
+    s = summary(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(2), nn.Linear(4, 5)), torch.zeros(1, 2, 4, 4))
+    assert s["0"].operations == 2 * (4 * 2 * 2) * (2 * 3 * 3)  # and no bias
+    assert s["2"].operations == 2 * (4 * 5) * 4  # each of the four channels is a position
+
+
 def test_what_has_no_formula_is_none_and_named_and_what_computes_nothing_is_0(convnet):
     s = summary(convnet, torch.zeros(IMAGES))
     assert s["2"].operations is None
@@ -292,6 +298,12 @@ def test_a_model_too_large_for_any_machine_on_meta():
 def test_what_cannot_be_summed_up_is_refused_with_the_way_out(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_sharded_model_is_refused():
+    model = type("FSDPModule", (nn.Linear,), {})(2, 2)
+    with pytest.raises(TypeError, match="before sharding"):
+        summary(model, torch.zeros(2))
 
 
 def test_backward_where_gradients_are_off_is_refused(convnet):
