@@ -23,8 +23,28 @@ MOVES = {
     *("arange", "empty", "empty_like", "empty_strided", "full", "full_like", "new_empty", "new_empty_strided"),
     *("new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like"),
     *("_local_scalar_dense", "_to_copy", "_unsafe_view", "clone", "copy", "detach", "fill", "lift_fresh", "zero"),
-    *("cat", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select", "repeat", "roll", "stack"),
-    *("select_backward", "slice_backward"),
+    *(
+        "cat",
+        "constant_pad_nd",
+        "channel_shuffle",
+        "embedding",
+        "flip",
+        "gather",
+        "index",
+        "index_select",
+        "repeat",
+        "roll",
+        "stack",
+    ),
+    *(
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "reflection_pad1d",
+        "reflection_pad2d",
+        "reflection_pad3d",
+        "replication_pad1d",
+    ),
+    *("replication_pad2d", "replication_pad3d", "select_backward", "slice_backward", "unsafe_split"),
 }
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -145,7 +165,10 @@ class OneRun:
         name = str(operation).rpartition(".")[0]
         short = name.removeprefix("aten.")
         unseen = name not in self._formulas and not more
-        if unseen and (getattr(operation, "is_view", False) or short.removesuffix("_") in MOVES):
+        moves = (
+            getattr(operation, "is_view", False) or short.removesuffix("_") in MOVES or short.startswith("profiler.")
+        )
+        if unseen and moves:
             return result
         work = self.work[BACKWARD if recomputing(self._task) else FORWARD]
         for layer in self._layers():
