@@ -23,6 +23,7 @@ from hooklab.layers.finite import NotFinite, finite
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
 from hooklab.layers.updates import updates
+from hooklab.layers.summary import summary
 from hooklab.layers.verbose import verbose
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tracing import trace
@@ -48,6 +49,7 @@ __all__ = [
     "saved_tensors",
     "scale",
     "select",
+    "summary",
     "trace",
     "updates",
     "verbose",

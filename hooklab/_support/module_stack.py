@@ -33,6 +33,10 @@ class ModuleStack:
         """The name of the module whose forward is running; the model itself by its class; empty outside."""
         return (self._running[-1][0] or self._root) if self._running else ""
 
+    def running(self) -> tuple[str, ...]:
+        """The names of all modules whose forward is running, the outermost first; the model itself is `""`."""
+        return tuple(name for name, _ in self._running)
+
     def remove(self) -> None:
         """Take the hooks off; a context that an interrupted call has left open is closed."""
         while self._handles:

@@ -139,3 +139,19 @@ def is_fake(tensor: Tensor) -> bool:
 in_transform: Callable[[Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
 ) or (lambda tensor: False)
+
+
+def each_operation(run: Callable[[Any, tuple, dict], Any]) -> AbstractContextManager | None:
+    """A block in which every operation on tensors is given to `run(operation, args, kwargs)`, which calls it.
+
+    None where PyTorch has no such mode.
+    """
+    mode: Any = getattr(getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", None)
+    if mode is None:
+        return None
+
+    def dispatch(self: Any, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run(operation, args, kwargs or {})
+
+    opened: AbstractContextManager = type("EachOperation", (mode,), {"__torch_dispatch__": dispatch})()
+    return opened

@@ -5,4 +5,5 @@ what they return, `activation_gradients.py` the gradient of it, `statistics.py` 
 counts them), `finite.py` stops at the first inf or NaN (`finite_flags.py` tells of it).
 counts them), `compare.py` finds where two models differ (`calls.py` notes the calls, `pairing.py` pairs them,
 `comparison.py` shows them).
+counts them). `summary.py` runs a model once (`one_run.py`) for a table of its layers (`summary_table.py`).
 """

@@ -16,7 +16,7 @@ from hooklab._support.torch_private import eager, recomputing, running_calls, un
 from hooklab.layers.features import Enough
 from hooklab.layers.select import callable_layers, down_to, groups
 
-__all__ = ["Verbose", "verbose"]
+__all__ = ["Verbose", "label", "verbose"]
 
 MAX_NAME, MAX_TYPE = 40, 20  # characters of a column
 SHOWN = 5  # layers in a repr
@@ -29,7 +29,7 @@ class Verbose(Installed):
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], write: Callable[[str], object]):
         super().__init__("verbose")
-        root, labels = uncompiled(model), {module: _label(module, names) for module, names in groups(layers)}
+        root, labels = uncompiled(model), {module: label(module, names) for module, names in groups(layers)}
         self._write, self._labels = write, list(labels.values())
         self._root = weakref.ref(root)  # its hooks hold this object, which must not hold the model
         self._watched = weakref.WeakSet([root, *labels])
@@ -104,7 +104,7 @@ class Verbose(Installed):
         return f"Verbose({state}; layers: {', '.join(self._labels[:SHOWN])}{more})"
 
 
-def _label(module: nn.Module, names: list[str]) -> str:
+def label(module: nn.Module, names: list[str]) -> str:
     """All names of a shared layer; of many, as where every block has the same one, the first two."""
     shown = [name or type(module).__name__ for name in (names if len(names) <= 3 else names[:2])]
     return " = ".join(shown if len(shown) == len(names) else [*shown, f"… ({len(names)} names)"])

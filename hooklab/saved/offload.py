@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hooklab._support import packing, refuse
 from hooklab._support.compiled import refuse_compiling
-from hooklab.saved.held_memory import nbytes, owned
+from hooklab._support.storages import nbytes, owned
 from hooklab.saved.queue import Packed, Queue
 from hooklab.stores import Disk, PinnedMemory
 

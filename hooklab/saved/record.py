@@ -15,6 +15,7 @@ from hooklab._support.compiled import refuse_compiling
 from hooklab._support.module_stack import ModuleStack
 from hooklab._support.nested import first_shape
 from hooklab._support.nodes import node_name
+from hooklab._support.storages import Storages, nbytes, owned
 from hooklab._support.table import Tabular, table
 from hooklab._support.torch_private import (
     eager,
@@ -24,7 +25,7 @@ from hooklab._support.torch_private import (
     recomputing,
     saves_something,
 )
-from hooklab.saved.held_memory import Dropped, Held, SavedTensor, Storages, nbytes
+from hooklab.saved.held_memory import Dropped, Held, SavedTensor
 
 __all__ = ["SavedTensor", "SavedTensors", "saved_tensors"]
 
@@ -124,7 +125,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         self._unnamed: list[tuple[weakref.ref[Held], Any]] = []  # saved under these hooks, by a Node to come
         self._covered: list[Callable] = []  # the pack hooks of the checkpoints that are running
         self._dropped: weakref.WeakKeyDictionary[Callable, list[Any]] = weakref.WeakKeyDictionary()
-        self._storages.name_owners(model)
+        self._storages.name_owners(owned(model))
         with ExitStack() as contexts:
             contexts.enter_context(packing.installed(*self._hooks(self._save)))
             if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.15

@@ -48,6 +48,7 @@ with no_leftovers(model):
     with verbose(model, write=lines.append), __import__("contextlib").suppress(RuntimeError):
         model(torch.ones(2, 5))
     assert "failed" in lines[-1], lines
+    assert summary(model, x, backward=True).total.parameters == 11
 assert not hooks_on(model)
 print("works")
 """
@@ -64,6 +65,7 @@ NAMES = [
     ("torch.nn.utils.parametrize", "_cache_enabled"),
     ("torch.utils", "_python_dispatch"),
     ("torch.utils._python_dispatch", "_disable_current_modes"),
+    ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch", "_subclasses"),
     ("torch._subclasses", "FakeTensor"),
 ]
