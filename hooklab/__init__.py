@@ -18,9 +18,11 @@ from hooklab.course import check
 from hooklab.gradients import clip, clip_gradients, scale, watch, zero
 from hooklab.layers.activation_gradients import with_grad
 from hooklab.layers.features import features
+from hooklab.layers.patch import patch
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
 from hooklab.layers.verbose import verbose
+from hooklab.removal import remove_hooks
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tracing import trace
 
@@ -39,6 +41,8 @@ __all__ = [
     "hooks_on",
     "layer_statistics",
     "no_leftovers",
+    "patch",
+    "remove_hooks",
     "saved_tensors",
     "scale",
     "select",

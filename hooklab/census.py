@@ -21,7 +21,7 @@ from hooklab._support.notebook_cell import in_cell, running_shell
 from hooklab._support.table import Tabular
 from hooklab._support.torch_private import outer_hooks
 
-__all__ = ["HookLeak", "HookRecord", "Hooks", "hooks_on", "no_leftovers"]
+__all__ = ["OPTIONS", "HookLeak", "HookRecord", "Hooks", "hooks_on", "installed", "no_leftovers"]
 
 Tables = dict[str, str]  # each attribute that holds hooks, with PyTorch's word for the kind
 ON_MODULE: Tables = {
@@ -84,6 +84,11 @@ class HookRecord:
     options: tuple[str, ...] = ()
     owner: str = "user"
     key: tuple = field(default=(), repr=False)  # tells two registrations of one function apart
+
+    @property
+    def removable(self) -> bool:
+        """True if `remove_hooks` can take it off: it is not PyTorch's own, nor one for which PyTorch has no way."""
+        return self.owner != "torch" and self.kind not in ("retain_grad", "saved-tensor hooks")
 
     def __str__(self) -> str:
         source = f" ({_short(self.file)}, line {self.line})" if self.file else ""
@@ -148,17 +153,7 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
     Limits: docs/limits.md#hooks_on.
     Source: the tables in `torch/nn/modules/module.py`, `torch/_tensor.py` and `torch/optim/optimizer.py`.
     """
-    if isinstance(obj, nn.Module):
-        found = _on_model(obj)
-    elif isinstance(obj, Tensor):
-        found = _on_tensor(obj, "the tensor")
-    elif isinstance(obj, Optimizer):
-        found = _in_tables(obj, ON_OPTIMIZER, type(obj).__name__)
-    else:
-        is_node = isinstance(obj, torch.autograd.graph.Node)
-        hint = "; hooks on autograd Nodes cannot be listed from Python" if is_node else ""
-        raise TypeError(f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}")
-    return Hooks([*found, *_everywhere()])
+    return installed("hooks_on", obj)
 
 
 @contextmanager
@@ -191,6 +186,21 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         raise
     if left := _new(model, before):
         raise HookLeak(left)
+
+
+def installed(function: str, obj: Any) -> Hooks:
+    """What `hooks_on` returns; `function` is the one that the errors name."""
+    if isinstance(obj, nn.Module):
+        found = _on_model(obj)
+    elif isinstance(obj, Tensor):
+        found = _on_tensor(obj, "the tensor")
+    elif isinstance(obj, Optimizer):
+        found = _in_tables(obj, ON_OPTIMIZER, type(obj).__name__)
+    else:
+        is_node = isinstance(obj, torch.autograd.graph.Node)
+        hint = "; hooks on autograd Nodes cannot be listed from Python" if is_node else ""
+        raise TypeError(f"{function}: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}")
+    return Hooks([*found, *_everywhere()])
 
 
 def _new(model: nn.Module, before: set[tuple]) -> list[HookRecord]:
@@ -241,6 +251,8 @@ def _record(kind: str, place: str, function: Any, options: tuple[str, ...], key:
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     home = (getattr(function, "__module__", None) or type(function).__module__ or "").partition(".")[0]
     owner = home if home in ("hooklab", "torch") else "user"
+    if any(kind.__module__.startswith("torch.nn.utils.") for kind in type(function).__mro__):
+        owner = "torch"  # a pruning method that somebody has derived from PyTorch's
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     return HookRecord(kind, place, name, file, line, options, owner, key)
 
