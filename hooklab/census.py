@@ -6,7 +6,7 @@ The tables in which PyTorch keeps hooks are private to it; they are listed here,
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import optimizer as optimizers
 from hooklab._support import refuse
 from hooklab._support.notebook_cell import in_cell, running_shell
 from hooklab._support.table import Tabular
-from hooklab._support.torch_private import outer_hooks
+from hooklab._support.torch_private import is_compiled, outer_hooks, uncompiled
 
 __all__ = ["OPTIONS", "HookLeak", "HookRecord", "Hooks", "hooks_on", "installed", "no_leftovers"]
 
@@ -62,6 +62,8 @@ GLOBAL_OPTIMIZER: Tables = {
 # Beside some of these tables PyTorch keeps another one, of the hooks that were registered with an option.
 OPTIONS = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
 
+COMPILED = "inside a compiled model: it never fires if it came after the first run"
+
 
 @dataclass(frozen=True)
 class HookRecord:
@@ -74,6 +76,7 @@ class HookRecord:
         file, line: where the function is written; None for what has no source in Python.
         options: those that were switched on, such as `("with_kwargs",)`.
         owner: `"hooklab"`, `"torch"` (PyTorch's own, such as weight norm) or `"user"`.
+        doubt: why it may never fire, where that can be seen; empty elsewhere.
     """
 
     kind: str
@@ -83,6 +86,7 @@ class HookRecord:
     line: int | None = None
     options: tuple[str, ...] = ()
     owner: str = "user"
+    doubt: str = ""
     key: tuple = field(default=(), repr=False)  # tells two registrations of one function apart
 
     @property
@@ -95,7 +99,8 @@ class HookRecord:
         by = f": {self.function}{source}" if self.function else ""
         options = f" [{', '.join(self.options)}]" if self.options else ""
         owner = f" ({self.owner}'s own)" if self.owner != "user" else ""
-        return f"{self.kind} on {self.place}{by}{options}{owner}"
+        doubt = f"; {self.doubt}" if self.doubt else ""
+        return f"{self.kind} on {self.place}{by}{options}{owner}{doubt}"
 
 
 class Hooks(Tabular, list[HookRecord]):
@@ -108,9 +113,9 @@ class Hooks(Tabular, list[HookRecord]):
         return ((h.kind, h.place, h.function, h.file, h.line, h.options, h.owner) for h in self)
 
     def _cells(self) -> Iterable[tuple[str, ...]]:
-        for kind, place, function, file, line, options, owner in self._records():
-            where = (_short(file), str(line)) if file else ("", "")
-            yield kind, place, function, *where, ", ".join(options), owner
+        for h in self:
+            where = (_short(h.file), str(h.line)) if h.file else ("", "")
+            yield h.kind, h.place, h.function, *where, "; ".join(filter(None, [", ".join(h.options), h.doubt])), h.owner
 
 
 class HookLeak(RuntimeError):
@@ -209,8 +214,12 @@ def _new(model: nn.Module, before: set[tuple]) -> list[HookRecord]:
 
 
 def _on_model(model: nn.Module) -> Iterator[HookRecord]:
+    outer = [module for module in model.modules() if is_compiled(module)]
+    inside = {part for module in outer for part in uncompiled(module).modules() if part is not uncompiled(module)}
     for name, module in model.named_modules():
-        yield from _in_tables(module, ON_MODULE, name or type(module).__name__)
+        for hook in _in_tables(module, ON_MODULE, name or type(module).__name__):
+            in_doubt = module in inside and "state_dict" not in hook.kind
+            yield replace(hook, doubt=COMPILED) if in_doubt else hook
     for name, param in model.named_parameters():
         yield from _on_tensor(param, name)
 
@@ -254,7 +263,7 @@ def _record(kind: str, place: str, function: Any, options: tuple[str, ...], key:
     if any(kind.__module__.startswith("torch.nn.utils.") for kind in type(function).__mro__):
         owner = "torch"  # a pruning method that somebody has derived from PyTorch's
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
-    return HookRecord(kind, place, name, file, line, options, owner, key)
+    return HookRecord(kind, place, name, file, line, options, owner, key=key)
 
 
 def _unwrapped(function: Any) -> Any:

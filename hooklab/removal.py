@@ -56,7 +56,7 @@ def remove_hooks(
     if stay := [hook for hook in chosen if not hook.removable]:
         lines = "\n".join(f"  {hook}: {INSTEAD.get(hook.kind, UNDO)}" for hook in stay)
         raise ValueError(
-            f"remove_hooks: {len(stay)} of these {len(chosen)} hooks cannot be taken off here, so none has been; "
+            f"remove_hooks: {len(stay)} of {len(chosen)} hooks cannot be taken off here, so none has been; "
             f"where=lambda record: record.removable leaves them out:\n{lines}"
         )
     holders = _holders(obj)

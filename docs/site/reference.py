@@ -18,7 +18,7 @@ PAGES = {
         "层",
         "Layers",
         "hooklab.layers.select: select, hooklab.layers.verbose: verbose, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics",
+        "hooklab.layers.statistics: layer_statistics LayerStatistics, hooklab.layers.patch: patch Patch",
     ),
     "saved": (
         "已保存张量",
@@ -26,7 +26,11 @@ PAGES = {
         "hooklab.saved.record: saved_tensors SavedTensors SavedTensor, hooklab.saved.offload: Offload, "
         "hooklab.stores: Disk PinnedMemory, hooklab.saved.segments: checkpoint_segments",
     ),
-    "census": ("装了哪些钩子", "Installed hooks", "hooklab.census: hooks_on HookRecord no_leftovers HookLeak"),
+    "census": (
+        "装了哪些钩子",
+        "Installed hooks",
+        "hooklab.census: hooks_on HookRecord, hooklab.removal: remove_hooks, hooklab.census: no_leftovers HookLeak",
+    ),
     "draw": ("图", "Pictures", "hooklab.draw: graph timeline gradient_flow activations feature_maps memory Picture"),
     "course": (
         "课程",

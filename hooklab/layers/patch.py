@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hooklab._support import refuse
 from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import map_tensors, shapes, tensors_in
-from hooklab._support.torch_private import eager, is_checkpoint_hook, outer_hooks
+from hooklab._support.torch_private import eager, recomputing, under_checkpoint
 from hooklab.layers.select import callable_layers
 
 __all__ = ["Patch", "patch"]
@@ -45,7 +45,7 @@ class Patch(Installed):
 
     def _changed(self, old: Any) -> Any:
         """`old` with the value in it, in memory of its own."""
-        if not self.calls and (hooks := outer_hooks()) and is_checkpoint_hook(hooks[0]):
+        if under_checkpoint() and not recomputing(self._task):
             warnings.warn(
                 f"patch: {self._place} is under a checkpoint, which computes it again in backward: call backward() before "
                 "the patch is removed, or its gradients are wrong",
