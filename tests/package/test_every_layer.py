@@ -9,7 +9,7 @@ from models import same_state, state_of
 from torch import nn
 from torch_nn_samples import ABSTRACT, SAMPLES
 
-from hooklab import features, hooks_on, layer_statistics, no_leftovers, trace, verbose
+from hooklab import features, hooks_on, layer_statistics, no_leftovers, patch, trace, verbose
 from hooklab._support.nested import tensors_in
 
 
@@ -70,3 +70,13 @@ def test_outputs_and_gradients_are_bit_equal_and_nothing_is_left(sample):
     assert all(torch.equal(one, other) for one, other in zip(kept, watched, strict=False))
     assert stats[""].count == sum(tensor.numel() for tensor in kept)
     assert ("" in grads) == any(tensor.requires_grad for tensor in watched[: len(kept)])
+
+
+def test_a_patch_that_puts_the_same_there_changes_no_output_and_no_gradient(sample):
+    layer, inputs = sample
+    plain = run(layer, inputs)
+    with no_leftovers(layer), patch(layer, "", lambda old: old) as output:
+        patched = run(layer, inputs)
+    assert output.calls == 1
+    assert len(plain) == len(patched)
+    assert all(torch.equal(one, other) for one, other in zip(plain, patched, strict=True))
