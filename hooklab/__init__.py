@@ -20,11 +20,13 @@ from hooklab.layers.activation_gradients import with_grad
 from hooklab.layers.compare import compare
 from hooklab.layers.features import features
 from hooklab.layers.finite import NotFinite, finite
+from hooklab.layers.patch import patch
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
 from hooklab.layers.updates import updates
 from hooklab.layers.summary import summary
 from hooklab.layers.verbose import verbose
+from hooklab.removal import remove_hooks
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tracing import trace
 
@@ -46,6 +48,8 @@ __all__ = [
     "hooks_on",
     "layer_statistics",
     "no_leftovers",
+    "patch",
+    "remove_hooks",
     "saved_tensors",
     "scale",
     "select",

@@ -6,7 +6,7 @@ The tables in which PyTorch keeps hooks are private to it; they are listed here,
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch.optim import optimizer as optimizers
 from hooklab._support import refuse
 from hooklab._support.notebook_cell import in_cell, running_shell
 from hooklab._support.table import Tabular
-from hooklab._support.torch_private import outer_hooks
+from hooklab._support.torch_private import is_compiled, outer_hooks, uncompiled
 
-__all__ = ["HookLeak", "HookRecord", "Hooks", "hooks_on", "no_leftovers"]
+__all__ = ["OPTIONS", "HookLeak", "HookRecord", "Hooks", "hooks_on", "installed", "no_leftovers"]
 
 Tables = dict[str, str]  # each attribute that holds hooks, with PyTorch's word for the kind
 ON_MODULE: Tables = {
@@ -62,6 +62,8 @@ GLOBAL_OPTIMIZER: Tables = {
 # Beside some of these tables PyTorch keeps another one, of the hooks that were registered with an option.
 OPTIONS = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
 
+COMPILED = "inside a compiled model: it never fires if it came after the first run"
+
 
 @dataclass(frozen=True)
 class HookRecord:
@@ -74,6 +76,7 @@ class HookRecord:
         file, line: where the function is written; None for what has no source in Python.
         options: those that were switched on, such as `("with_kwargs",)`.
         owner: `"hooklab"`, `"torch"` (PyTorch's own, such as weight norm) or `"user"`.
+        doubt: why it may never fire, where that can be seen; empty elsewhere.
     """
 
     kind: str
@@ -83,14 +86,21 @@ class HookRecord:
     line: int | None = None
     options: tuple[str, ...] = ()
     owner: str = "user"
+    doubt: str = ""
     key: tuple = field(default=(), repr=False)  # tells two registrations of one function apart
+
+    @property
+    def removable(self) -> bool:
+        """True if `remove_hooks` can take it off: it is not PyTorch's own, nor one for which PyTorch has no way."""
+        return self.owner != "torch" and self.kind not in ("retain_grad", "saved-tensor hooks")
 
     def __str__(self) -> str:
         source = f" ({_short(self.file)}, line {self.line})" if self.file else ""
         by = f": {self.function}{source}" if self.function else ""
         options = f" [{', '.join(self.options)}]" if self.options else ""
         owner = f" ({self.owner}'s own)" if self.owner != "user" else ""
-        return f"{self.kind} on {self.place}{by}{options}{owner}"
+        doubt = f"; {self.doubt}" if self.doubt else ""
+        return f"{self.kind} on {self.place}{by}{options}{owner}{doubt}"
 
 
 class Hooks(Tabular, list[HookRecord]):
@@ -103,9 +113,9 @@ class Hooks(Tabular, list[HookRecord]):
         return ((h.kind, h.place, h.function, h.file, h.line, h.options, h.owner) for h in self)
 
     def _cells(self) -> Iterable[tuple[str, ...]]:
-        for kind, place, function, file, line, options, owner in self._records():
-            where = (_short(file), str(line)) if file else ("", "")
-            yield kind, place, function, *where, ", ".join(options), owner
+        for h in self:
+            where = (_short(h.file), str(h.line)) if h.file else ("", "")
+            yield h.kind, h.place, h.function, *where, "; ".join(filter(None, [", ".join(h.options), h.doubt])), h.owner
 
 
 class HookLeak(RuntimeError):
@@ -148,17 +158,7 @@ def hooks_on(obj: nn.Module | Tensor | Optimizer) -> list[HookRecord]:
     Limits: docs/limits.md#hooks_on.
     Source: the tables in `torch/nn/modules/module.py`, `torch/_tensor.py` and `torch/optim/optimizer.py`.
     """
-    if isinstance(obj, nn.Module):
-        found = _on_model(obj)
-    elif isinstance(obj, Tensor):
-        found = _on_tensor(obj, "the tensor")
-    elif isinstance(obj, Optimizer):
-        found = _in_tables(obj, ON_OPTIMIZER, type(obj).__name__)
-    else:
-        is_node = isinstance(obj, torch.autograd.graph.Node)
-        hint = "; hooks on autograd Nodes cannot be listed from Python" if is_node else ""
-        raise TypeError(f"hooks_on: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}")
-    return Hooks([*found, *_everywhere()])
+    return installed("hooks_on", obj)
 
 
 @contextmanager
@@ -193,14 +193,33 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
         raise HookLeak(left)
 
 
+def installed(function: str, obj: Any) -> Hooks:
+    """What `hooks_on` returns; `function` is the one that the errors name."""
+    if isinstance(obj, nn.Module):
+        found = _on_model(obj)
+    elif isinstance(obj, Tensor):
+        found = _on_tensor(obj, "the tensor")
+    elif isinstance(obj, Optimizer):
+        found = _in_tables(obj, ON_OPTIMIZER, type(obj).__name__)
+    else:
+        is_node = isinstance(obj, torch.autograd.graph.Node)
+        hint = "; hooks on autograd Nodes cannot be listed from Python" if is_node else ""
+        raise TypeError(f"{function}: expected a module, a tensor or an optimizer, found {type(obj).__name__}{hint}")
+    return Hooks([*found, *_everywhere()])
+
+
 def _new(model: nn.Module, before: set[tuple]) -> list[HookRecord]:
     found = (hook for hook in hooks_on(model) if hook.key not in before)
     return [hook for hook in found if hook.owner != "torch" or "state_dict" not in hook.kind]
 
 
 def _on_model(model: nn.Module) -> Iterator[HookRecord]:
+    outer = [module for module in model.modules() if is_compiled(module)]
+    inside = {part for module in outer for part in uncompiled(module).modules() if part is not uncompiled(module)}
     for name, module in model.named_modules():
-        yield from _in_tables(module, ON_MODULE, name or type(module).__name__)
+        for hook in _in_tables(module, ON_MODULE, name or type(module).__name__):
+            in_doubt = module in inside and "state_dict" not in hook.kind
+            yield replace(hook, doubt=COMPILED) if in_doubt else hook
     for name, param in model.named_parameters():
         yield from _on_tensor(param, name)
 
@@ -241,8 +260,10 @@ def _record(kind: str, place: str, function: Any, options: tuple[str, ...], key:
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     home = (getattr(function, "__module__", None) or type(function).__module__ or "").partition(".")[0]
     owner = home if home in ("hooklab", "torch") else "user"
+    if any(kind.__module__.startswith("torch.nn.utils.") for kind in type(function).__mro__):
+        owner = "torch"  # a pruning method that somebody has derived from PyTorch's
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
-    return HookRecord(kind, place, name, file, line, options, owner, key)
+    return HookRecord(kind, place, name, file, line, options, owner, key=key)
 
 
 def _unwrapped(function: Any) -> Any:

@@ -7,32 +7,39 @@ from typing import Any
 
 # Page, heading in both languages, and what is on it; a call comes before what it returns.
 PAGES = {
-    "gradients": ("梯度", "Gradients", "hooklab.gradients: watch Watch scale clip zero clip_gradients ClipGradients"),
-    "tracing": ("次序", "Order", "hooklab.tracing: trace Trace Event"),
-    "features": (
-        "特征",
-        "Features",
-        "hooklab.layers.features: features Features, hooklab.layers.activation_gradients: with_grad",
-    ),
+    "gradients": ("梯度", "Gradients", "gradients: watch Watch scale clip zero clip_gradients ClipGradients"),
+    "tracing": ("次序", "Order", "tracing: trace Trace Event"),
+    "features": ("特征", "Features", "layers.features: features Features, layers.activation_gradients: with_grad"),
     "layers": (
         "层",
         "Layers",
-        "hooklab.layers.select: select, hooklab.layers.verbose: verbose, hooklab.layers.finite: finite Finite NotFinite, "
-        "hooklab.layers.statistics: layer_statistics LayerStatistics, hooklab.layers.updates: updates Updates Update",
+        "layers.select: select, layers.verbose: verbose, layers.statistics: layer_statistics LayerStatistics, "
+        "layers.patch: patch Patch",
+    ),
+    "models": (
+        "整个模型",
+        "A whole model",
+        "models.summary: summary, models.summary_table: Summary LayerSummary, models.compare: compare, "
+        "models.comparison: Comparison LayerPair, models.finite: finite Finite NotFinite, "
+        "models.updates: updates Updates Update",
     ),
     "saved": (
         "已保存张量",
         "Saved tensors",
-        "hooklab.saved.record: saved_tensors SavedTensors SavedTensor, hooklab.saved.offload: Offload, "
-        "hooklab.stores: Disk PinnedMemory, hooklab.saved.segments: checkpoint_segments",
+        "saved.record: saved_tensors SavedTensors SavedTensor, saved.offload: Offload, "
+        "stores: Disk PinnedMemory, saved.segments: checkpoint_segments",
     ),
-    "census": ("装了哪些钩子", "Installed hooks", "hooklab.census: hooks_on HookRecord no_leftovers HookLeak"),
-    "draw": ("图", "Pictures", "hooklab.draw: graph timeline gradient_flow activations feature_maps memory Picture"),
+    "census": (
+        "装了哪些钩子",
+        "Installed hooks",
+        "census: hooks_on HookRecord, removal: remove_hooks, census: no_leftovers HookLeak",
+    ),
+    "draw": ("图", "Pictures", "draw: graph timeline gradient_flow activations feature_maps memory Picture"),
     "course": (
         "课程",
         "The course",
-        "hooklab.course.check: predict exercise hint progress, "
-        "hooklab.lesson: start check_environment cached_weights data, hooklab.export: Both Chinese English",
+        "course.check: predict exercise hint progress, lesson: start check_environment cached_weights data, "
+        "export: Both Chinese English",
     ),
 }
 
@@ -40,7 +47,7 @@ PAGES = {
 def names(page: str) -> list[str]:
     """The full names of what is on a page: `hooklab.gradients.watch`."""
     modules = (part.partition(": ") for part in PAGES[page][2].split(", "))
-    return [f"{module}.{name}" for module, _, listed in modules for name in listed.split()]
+    return [f"hooklab.{module}.{name}" for module, _, listed in modules for name in listed.split()]
 
 
 def item(name: str) -> Any:

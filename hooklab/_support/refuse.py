@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["bounds", "count", "interval", "is_sharded", "lazy", "listed", "no_module"]
+__all__ = ["bounds", "count", "interval", "is_sharded", "lazy", "listed", "misfit", "no_module"]
 __all__ += ["not_callable", "number", "unhookable", "why_silent"]
 
 
@@ -126,3 +127,21 @@ def no_module(function: str, value: object) -> None:
     """Refuse what is no module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{function}: expected a module, found {type(value).__name__}")
+
+
+def misfit(function: str, place: str, value: object, part: Tensor) -> Tensor:
+    """`value` in the shape of `part`, which it replaces; refused unless it has its dtype and expands to its shape."""
+    if not isinstance(value, Tensor | int | float | complex):
+        found = type(value).__name__
+        raise TypeError(f"{function}: value returned {found} for {place}; expected a tensor or a number")
+    dtype = value.dtype if isinstance(value, Tensor) else torch.result_type(part, value)
+    if dtype != part.dtype:
+        raise TypeError(f"{function}: value is {dtype}, {place} is {part.dtype}; give value.to({part.dtype})")
+    new = torch.as_tensor(value, dtype=part.dtype, device=part.device)
+    try:
+        return new.expand(part.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{function}: value has shape {list(new.shape)}, what it replaces of {place} has {list(part.shape)}; "
+            "give one of that shape, or one that expands to it"
+        ) from None

@@ -6,7 +6,9 @@ subject of `census.py` and stand there.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from sys import _getframe as this_frame
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,6 +64,14 @@ def is_checkpoint_hook(hook: object) -> bool:
     Where PyTorch defines it elsewhere, `saved_tensors` does not count what a checkpoint recomputes.
     """
     return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+
+
+def under_checkpoint() -> bool:
+    """True where a checkpoint, of either kind, has called what runs now; False where PyTorch defines it elsewhere."""
+    frame: FrameType | None = this_frame()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def saves_something(node: Node) -> bool:

@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 from torch import nn
 from torch.autograd import graph
 from torch.nn.modules import module as modules
+from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hooklab import HookLeak, hooks_on, no_leftovers, watch
@@ -195,6 +196,37 @@ def test_what_is_found_is_a_list_that_a_notebook_shows_as_a_table(net):
     assert list(frame["place"]) == ["0", "2.weight"]
     assert list(frame["function"]) == ["spy", "print"]
     assert frame["file"][0] == spy.__code__.co_filename
+
+
+def test_a_pruning_method_that_somebody_derives_from_pytorchs_is_pytorchs_own():
+    layer = nn.Linear(2, 2)
+    Half.apply(layer, "weight")
+    assert [(hook.owner, hook.removable) for hook in hooks_on(layer)] == [("torch", False)]
+
+
+class Half(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        return default_mask / 2
+
+
+@pytest.mark.parametrize("switch", ["overwrite", "swap"])
+def test_hooks_on_parameters_that_are_swapped_by_a_conversion_never_fire(switch):
+    layer, fired = nn.Linear(2, 2), []
+    old = layer.weight
+    old.register_hook(fired.append)
+    name = f"set_{switch}_module_params_on_conversion"
+    getattr(torch.__future__, name)(True)
+    try:
+        layer.to(torch.float64)
+    finally:
+        getattr(torch.__future__, name)(False)
+    layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    assert fired == []
+    assert layer.weight.grad is not None
+    assert [hook.place for hook in hooks_on(layer)] == {"overwrite": [], "swap": ["weight"]}[switch]
+    assert [hook.kind for hook in hooks_on(old)] == ["tensor hook"]
 
 
 # ---- no_leftovers ----

@@ -19,6 +19,7 @@ from hooklab import (
     hooks_on,
     layer_statistics,
     no_leftovers,
+    patch,
     saved_tensors,
     trace,
     verbose,
@@ -53,6 +54,15 @@ def test_features_asked_for_before_compiling_are_seen(model, x):
             compiled(x)
         assert len(f.calls["1"]) == 1
     assert torch.allclose(f["1"], expected)
+
+
+def test_a_patch_that_was_there_before_compiling_is_on(model, x):
+    expected = model[2](model[1](torch.zeros(3, 5)))
+    with patch(model, "0", 0) as p:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(x), expected)
+    assert p.calls == 2
 
 
 def test_the_compiler_does_not_look_into_our_hooks(model, x, recwarn, monkeypatch):
@@ -98,11 +108,11 @@ def test_what_comes_after_compiling_is_announced(model, how):
     else:
         model.compile(backend="eager")
         compiled = model
-    for call in (features, layer_statistics, verbose):
+    for call, *value in ((features,), (layer_statistics,), (verbose,), (patch, 0)):
         with pytest.warns(
             UserWarning, match=f"{call.__name__}: this model is compiled.*before torch.compile"
         ) as caught:
-            call(compiled, "1").remove()
+            call(compiled, "1", *value).remove()
         assert caught[0].filename == __file__
 
 
@@ -203,6 +213,40 @@ def test_a_trace_says_of_every_compiled_part_that_it_is_one(model, how):
     with pytest.warns(UserWarning, match="trace: this model is compiled") as caught:
         trace(model).remove()
     assert caught[0].filename == __file__
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_hooks_on_doubts_those_inside_a_compiled_model_of_which_a_late_one_never_fires(x, how):
+    model, fired = Net(), []
+    compiled = torch.compile(model, backend="eager") if how == "torch.compile" else model
+    if how == "Module.compile":
+        model.compile(backend="eager")
+    compiled(x)
+    for place, part in (("inside", model.first), ("itself", model)):
+        part.register_forward_hook(lambda *call, place=place: fired.append(place))
+    model.first.weight.register_hook(lambda grad: fired.append("weight"))
+    compiled(x).sum().backward()
+    assert set(fired) == {"itself", "weight"}
+    doubts = {hook.place.removeprefix("_orig_mod").removeprefix("."): hook for hook in hooks_on(compiled)}
+    in_doubt = doubts.pop("first")
+    assert "inside a compiled model: it never fires if it came after the first run" in str(in_doubt)
+    assert in_doubt.doubt in hooks_on(compiled)._repr_html_()
+    assert [hook.doubt for hook in doubts.values()] == ["", ""]
+
+
+def test_hooks_on_doubts_nothing_in_a_model_that_is_not_compiled():
+    model = Net()
+    model.first.register_forward_hook(print)
+    assert [hook.doubt for hook in hooks_on(model)] == [""]
 
 
 @pytest.mark.parametrize("install", [features, layer_statistics, verbose])

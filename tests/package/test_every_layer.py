@@ -10,7 +10,7 @@ from models import same_state, state_of
 from torch import nn
 from torch_nn_samples import ABSTRACT, SAMPLES
 
-from hooklab import compare, features, finite, hooks_on, layer_statistics, no_leftovers, trace, verbose
+from hooklab import compare, features, finite, hooks_on, layer_statistics, no_leftovers, patch, trace, verbose
 from hooklab._support.nested import tensors_in
 
 
@@ -87,3 +87,13 @@ def test_a_copy_does_not_differ_and_comparing_changes_nothing(sample):
     assert torch.equal(torch.get_rng_state(), random)
     assert same_state(before, state_of(layer))
     assert same_state(of_other, state_of(other))
+
+
+def test_a_patch_that_puts_the_same_there_changes_no_output_and_no_gradient(sample):
+    layer, inputs = sample
+    plain = run(layer, inputs)
+    with no_leftovers(layer), patch(layer, "", lambda old: old) as output:
+        patched = run(layer, inputs)
+    assert output.calls == 1
+    assert len(plain) == len(patched)
+    assert all(torch.equal(one, other) for one, other in zip(plain, patched, strict=True))

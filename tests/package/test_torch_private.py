@@ -113,6 +113,19 @@ def test_a_checkpoint_and_what_it_saves_are_known_by_their_names():
     assert [torch_private.saves_something(node) for node in nodes] == [True, False]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_either_kind_is_known_while_it_runs(reentrant):
+    told, x = [], torch.ones(2, requires_grad=True)
+
+    def inside(x):
+        told.append(torch_private.under_checkpoint())
+        return x.exp()
+
+    checkpoint(inside, x, use_reentrant=reentrant).sum().backward()
+    inside(x)
+    assert told == [True, True, False]
+
+
 def test_outside_backward_nothing_recomputes():
     assert torch_private.graph_task() == torch_private.NO_BACKWARD
     assert not torch_private.recomputing()

@@ -14,10 +14,11 @@ ROOT = notebook_form.ROOT
 HOUSE = ROOT / "hooklab"
 FILES = sorted(path for path in HOUSE.rglob("*.py") if "checks" not in path.parts)
 LEAVES = {"_support", "census", "stores"}
-ROOMS = LEAVES | {"gradients", "tracing", "layers", "saved", "draw"}  # all that is no lesson
+ROOMS = LEAVES | {"gradients", "removal", "tracing", "layers", "saved", "draw"}  # all that is no lesson
 MAY_IMPORT = {
     "_support": set(),
     "census": {"_support"},
+    "removal": {"_support", "census"},
     "stores": {"_support"},
     "gradients": LEAVES | {"tracing"},
     "tracing": LEAVES | {"gradients"},
