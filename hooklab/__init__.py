@@ -17,15 +17,15 @@ from hooklab.census import HookLeak, HookRecord, hooks_on, no_leftovers
 from hooklab.course import check
 from hooklab.gradients import clip, clip_gradients, scale, watch, zero
 from hooklab.layers.activation_gradients import with_grad
-from hooklab.layers.compare import compare
 from hooklab.layers.features import features
-from hooklab.layers.finite import NotFinite, finite
 from hooklab.layers.patch import patch
 from hooklab.layers.select import select
 from hooklab.layers.statistics import layer_statistics
-from hooklab.layers.updates import updates
-from hooklab.layers.summary import summary
 from hooklab.layers.verbose import verbose
+from hooklab.models.compare import compare
+from hooklab.models.finite import NotFinite, finite
+from hooklab.models.summary import summary
+from hooklab.models.updates import updates
 from hooklab.removal import remove_hooks
 from hooklab.saved import Offload, checkpoint_segments, saved_tensors
 from hooklab.tracing import trace

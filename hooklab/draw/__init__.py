@@ -13,7 +13,7 @@ from hooklab.draw.graphs import checked, dot_source, edges, leaves_first, senten
 from hooklab.draw.graphviz import NotDrawn, drawn_from_dot
 from hooklab.draw.picture import Picture
 from hooklab.layers.streaming import Statistics
-from hooklab.layers.updates import Updates
+from hooklab.models.updates import Updates
 from hooklab.saved.record import SavedTensors
 from hooklab.tracing import Trace
 

@@ -14,7 +14,7 @@ ROOT = notebook_form.ROOT
 HOUSE = ROOT / "hooklab"
 FILES = sorted(path for path in HOUSE.rglob("*.py") if "checks" not in path.parts)
 LEAVES = {"_support", "census", "stores"}
-ROOMS = LEAVES | {"gradients", "removal", "tracing", "layers", "saved", "draw"}  # all that is no lesson
+ROOMS = LEAVES | {"gradients", "removal", "tracing", "layers", "models", "saved", "draw"}  # all that is no lesson
 MAY_IMPORT = {
     "_support": set(),
     "census": {"_support"},
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "gradients": LEAVES | {"tracing"},
     "tracing": LEAVES | {"gradients"},
     "layers": LEAVES,
+    "models": LEAVES | {"layers"},
     "saved": LEAVES,
     "draw": ROOMS,
     "course": ROOMS,
@@ -32,7 +33,7 @@ MAY_IMPORT = {
 }
 PRIVATE = re.compile(r"torch\._C|torch\._dynamo|_subclasses|_functorch|utils\._pytree|_python_dispatch")
 DOORS = {"__init__.py", "lesson.py", "export.py"}
-DOORS |= {f"{room}/__init__.py" for room in ("layers", "saved", "course", "_support")}
+DOORS |= {f"{room}/__init__.py" for room in ("layers", "models", "saved", "course", "_support")}
 KNOW_PRIVATE_NAMES = {"_support/torch_private.py", "census.py"}
 
 

@@ -8,10 +8,10 @@ from torch import nn
 from hooklab._support import refuse
 from hooklab._support.as_found import as_found, set_random_state
 from hooklab._support.torch_private import uncompiled
-from hooklab.layers.calls import Call, Calls, copied, given, moved, sizes
-from hooklab.layers.comparison import Comparison, LayerPair, Unpaired, difference
-from hooklab.layers.pairing import by_name, by_order
 from hooklab.layers.select import callable_layers
+from hooklab.models.calls import Call, Calls, copied, given, moved, sizes
+from hooklab.models.comparison import Comparison, LayerPair, Unpaired, difference
+from hooklab.models.pairing import by_name, by_order
 
 __all__ = ["compare"]
 

@@ -12,8 +12,8 @@ from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import tensors_in
 from hooklab._support.nodes import node_name
 from hooklab._support.torch_private import eager, graph_task, queue_callback, recomputing
-from hooklab.layers.finite_flags import Look, NotFinite, Seen, look_at, refuse_the_first
 from hooklab.layers.select import callable_layers, groups
+from hooklab.models.finite_flags import Look, NotFinite, Seen, look_at, refuse_the_first
 
 __all__ = ["Finite", "NotFinite", "finite"]
 
@@ -140,7 +140,7 @@ def finite(model: nn.Module) -> Finite:
         >>> with finite(model):
         ...     model(ones(2, 4) / 0)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        hooklab.layers.finite_flags.NotFinite: inf or NaN in forward: the layer '0' returned it ...
+        hooklab.models.finite_flags.NotFinite: inf or NaN in forward: the layer '0' returned it ...
 
     Limits: docs/limits.md#finite.
     Source: [`Node.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.autograd.graph.Node.register_hook.html).

@@ -11,10 +11,10 @@ from torch.autograd import graph
 from hooklab._support import refuse
 from hooklab._support.nested import tensors_in
 from hooklab._support.torch_private import uncompiled
-from hooklab.layers.one_run import BACKWARD, FORWARD, OneRun
 from hooklab.layers.select import chosen, down_to, groups
-from hooklab.layers.summary_table import LayerSummary, Summary
 from hooklab.layers.verbose import label
+from hooklab.models.one_run import BACKWARD, FORWARD, OneRun
+from hooklab.models.summary_table import LayerSummary, Summary
 
 __all__ = ["summary"]
 

@@ -507,7 +507,7 @@ def test_what_is_no_module_is_refused(wrong):
 
 
 def test_without_the_number_of_the_backward_it_works_too(with_norm, monkeypatch):
-    import hooklab.layers.finite as room
+    import hooklab.models.finite as room
 
     model, x = with_norm
     monkeypatch.setattr(room, "graph_task", lambda: torch_private.NO_BACKWARD)

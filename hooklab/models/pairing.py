@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 
 from torch import nn
 
-from hooklab.layers.calls import Call, sizes
+from hooklab.models.calls import Call, sizes
 
 __all__ = ["Pair", "by_name", "by_order"]
 
