@@ -31,15 +31,15 @@ def graph(
 ) -> Picture:
     """The autograd graph that leads to `t`: leaves in blue, Nodes in grey, `t` itself in green.
 
-    Above 60 Nodes it is folded: a box a module, named by `params`, as deep as fits a screen. Graphviz's `dot` draws it,
-    else the libraries in the pygraphviz wheel. Without both, or above 5,000 boxes, there are the facts and the reason.
+    Above 60 Nodes it is folded: a box a module, named by `params`, as deep as fits a screen. Without Graphviz's `dot`
+    and the pygraphviz wheel, or above 5,000 boxes, there are the facts and the reason.
 
     Args:
         t: the result of a computation, any shape; not a leaf.
         params: names for leaves and for `t` itself, for example `{"w": w}` or `model.named_parameters()` (not
             `state_dict()`, whose tensors are others).
         saved: also show the tensors that each Node has saved for backward: computed ones in orange, leaves in
-            blue on a line without an arrow. They are freed once `backward()` has run. A folded picture has none.
+            blue on a line without an arrow, until `backward()` frees them. A folded picture has none.
         unfold: the module whose Nodes are drawn, for example `"layer4.0"`; `""` for all Nodes.
 
     Returns:
@@ -47,8 +47,7 @@ def graph(
 
     Raises:
         TypeError: `t` is not a tensor, or `params` does not name tensors.
-        ValueError: `t` is a leaf or needs no gradient, so there is no graph behind it; or `params` names
-            a tensor that was computed, an arrow in the picture; or `unfold` names no module.
+        ValueError: no graph leads to `t`, `params` names a tensor that was computed, or `unfold` names no module.
 
     Example:
         >>> import torch

@@ -138,7 +138,7 @@ def feature_maps(maps: Tensor, form: str) -> bytes:
     lines = math.ceil(number / columns)
     maps = _shrunk(maps, (MAX_PIXELS[1] / lines - 14, MAX_PIXELS[0] / columns))
     if number > 1:  # lines side by side: each as wide as it takes to see it beside its number
-        maps = _at_most_8_to_1(maps)
+        maps = _at_most_6_to_1(maps)
     height, width = maps.shape[1:]
     gap_y, gap_x = max(1, height // 16), max(1, width // 16)
     points = _size(lines * (height + gap_y) - gap_y, columns * (width + gap_x) - gap_x)[1] * 72
@@ -166,9 +166,9 @@ def feature_maps(maps: Tensor, form: str) -> bytes:
     return out[0]
 
 
-def _at_most_8_to_1(maps: Tensor) -> Tensor:
+def _at_most_6_to_1(maps: Tensor) -> Tensor:
     height, width = maps.shape[1:]
-    down, right = math.ceil(width / 8 / height), math.ceil(height / 8 / width)
+    down, right = math.ceil(width / 6 / height), math.ceil(height / 6 / width)
     return maps.repeat_interleave(down, 1).repeat_interleave(right, 2)
 
 
