@@ -19,33 +19,14 @@ from hooklab._support.torch_private import each_operation, eager, graph_task, is
 __all__ = ["OneRun", "Work", "stand_ins"]
 
 # Operations that make, copy or move entries and compute nothing. Views are known without this list.
-MOVES = {
-    *("arange", "empty", "empty_like", "empty_strided", "full", "full_like", "new_empty", "new_empty_strided"),
-    *("new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like"),
-    *("_local_scalar_dense", "_to_copy", "_unsafe_view", "clone", "copy", "detach", "fill", "lift_fresh", "zero"),
-    *(
-        "cat",
-        "constant_pad_nd",
-        "channel_shuffle",
-        "embedding",
-        "flip",
-        "gather",
-        "index",
-        "index_select",
-        "repeat",
-        "roll",
-        "stack",
-    ),
-    *(
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "reflection_pad1d",
-        "reflection_pad2d",
-        "reflection_pad3d",
-        "replication_pad1d",
-    ),
-    *("replication_pad2d", "replication_pad3d", "select_backward", "slice_backward", "unsafe_split"),
-}
+_MOVES = """
+_local_scalar_dense _to_copy _unsafe_view arange cat channel_shuffle clone constant_pad_nd copy detach
+embedding empty empty_like empty_strided fill flip full full_like gather index index_select lift_fresh
+new_empty new_empty_strided new_full new_ones new_zeros ones ones_like pixel_shuffle pixel_unshuffle
+reflection_pad1d reflection_pad2d reflection_pad3d repeat replication_pad1d replication_pad2d
+replication_pad3d roll scalar_tensor select_backward slice_backward stack unsafe_split zero zeros zeros_like
+"""
+MOVES = set(_MOVES.split())
 FORWARD, BACKWARD = "forward", "backward"
 
 

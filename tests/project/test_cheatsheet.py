@@ -1,6 +1,8 @@
-"""docs/cheatsheet.md and docs/glossary.md; each row of the table of hooks is run in one training step."""
+"""docs/cheatsheet.md and docs/glossary.md; each hook is run in one training step, each call of hooklab on a small model."""
 
+import copy
 import re
+from collections import OrderedDict
 
 import notebook_form
 import pytest
@@ -8,6 +10,8 @@ import reference_pages
 import torch
 from prose_rules import HAN, SPAN
 from torch import nn
+
+import hooklab
 
 HOOKS = reference_pages.hooks()
 
@@ -150,9 +154,54 @@ def test_a_row_says_the_same_in_both_languages_and_leads_to_a_section(row):
 def test_the_cheat_sheet_is_up_to_date_and_fits_on_one_page(language):
     page = reference_pages.CHEATSHEETS[language].read_text(encoding="utf-8")
     assert page == reference_pages.cheatsheet(language), "run `make refresh`"
-    assert len(page.splitlines()) <= 32
-    words = re.sub(r"\]\([^)]*\)", "]", page)  # what is printed
-    assert len(words) <= 4000
+    for part in re.split(r"(?m)^(?=## )", page):
+        assert len(part.splitlines()) <= 32
+        assert len(re.sub(r"\]\([^)]*\)", "]", part)) <= 4000, "what is printed"
+
+
+CALLS = reference_pages.calls()
+
+
+def each_call(test):
+    return pytest.mark.parametrize("row", CALLS, ids=lambda row: row["call"])(test)
+
+
+@each_call
+def test_a_call_of_the_sheet_runs_and_its_hooks_come_off_as_it_says(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(OrderedDict(layer1=nn.Sequential(nn.Linear(3, 4)), layer2=nn.ReLU()))
+    x = torch.ones(2, 3)
+    y = model(x)
+    names = {name: getattr(hooklab, name) for name in hooklab.__all__} | {"x": x, "y": y, "model": model}
+    names |= {"nn": nn, "other": copy.deepcopy(model), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    found = eval(row["call"].split(" = ", 1)[-1], names)
+    hooks = len(hooklab.hooks_on(model)) + len(hooklab.hooks_on(y)) + len(hooklab.hooks_on(names["optimizer"]))
+    stays = row.get("stays")
+    assert bool(hooks) == (stays in ("with", "handle")) or "segments" in row["call"]
+    if stays == "block":
+        with found:
+            model(x)
+        assert not hasattr(found, "remove")
+    elif stays:
+        found.remove()
+    assert hooklab.hooks_on(model) == hooklab.hooks_on(y) == hooklab.hooks_on(names["optimizer"]) == []
+
+
+@each_call
+def test_a_call_of_the_sheet_says_the_same_in_both_languages_and_leads_to_its_limits(row):
+    zh, en = row["gives"]["zh"], row["gives"]["en"]
+    assert HAN.search(zh)
+    assert not HAN.search(en)
+    assert sorted(SPAN.findall(zh)) == sorted(SPAN.findall(en))
+    for page in ("limits.md", "limits.zh-CN.md"):
+        assert f"\n## {row['limits']}\n" in (reference_pages.DOCS / page).read_text(encoding="utf-8")
+
+
+def test_every_call_of_the_package_is_on_the_sheet():
+    text = " ".join(row["call"] + row["gives"]["en"] for row in CALLS)
+    left = {name for name in hooklab.__all__ if not re.search(rf"\b{name}\b", text)}
+    assert left == {"HookRecord", "check"}, "what hooks_on returns, and what belongs to the course"
+    assert {f"draw.{name}" for name in hooklab.draw.__all__} - set(re.findall(r"draw\.\w+", text)) == {"draw.Picture"}
 
 
 def test_the_glossary_is_up_to_date_and_has_every_term():

@@ -127,7 +127,9 @@ def test_every_target_of_the_makefile_that_a_document_names_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"lab", "test", "refresh"} <= named & targets
     assert {
-        target for target in named if target in {"sure", "it", "them", "one", "that", "four", "the", "each"} or target in targets
+        target
+        for target in named
+        if target in {"sure", "it", "them", "one", "that", "four", "the", "each"} or target in targets
     } == named
 
 
