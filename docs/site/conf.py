@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 
 import nbformat
-import yaml
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 HERE = Path(__file__).resolve().parent
 BUILD = Path(os.environ["SITE_BUILD"])
-sys.path[:0] = [str(HERE.parents[1])]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+from reference import CHINESE  # noqa: E402
+
 import hooklab  # noqa: E402
 
 ZH = os.environ["SITE_LANGUAGE"] == "zh"
 SETTINGS = json.loads((BUILD / "settings.json").read_text("utf-8"))
-CHINESE = yaml.safe_load((HERE / "api.zh.yml").read_text("utf-8"))  # what a call does, in a line
 
 
 def say(zh, en):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import nbformat
 import reference
-import yaml
 from nbformat import NotebookNode, v4
 
 from hooklab.course import check
@@ -64,8 +63,7 @@ class Edition:
         """The sources of this edition, in the folder `target`, which is made anew."""
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(NOTEBOOKS / "images", target / "images")
-        chinese = yaml.safe_load((HERE / "api.zh.yml").read_text("utf-8"))
-        reference.write(target / "api", self.split.half, chinese)
+        reference.write(target / "api", self.split.half)
         for path in sorted(NOTEBOOKS.glob("*.ipynb")):
             notebook = self.notebook(path)
             self.cells_of[path.name] = {cell.id for cell in notebook.cells}
