@@ -1,6 +1,7 @@
 """Answers to the exercises of notebook 51: wrong ones by the name of their refusal, and right ones."""
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hooklab import hooks_on, trace
 from hooklab.course.checks.n51_it_never_fires import leaves_of, never_called
@@ -240,6 +241,13 @@ def by_trace(model, run):
     return _own(model, _hooked(model)) - called
 
 
+def by_a_global_hook(model, run):
+    called = set()
+    with register_module_forward_pre_hook(lambda module, args: called.add(module)):
+        run()
+    return _own(model, _hooked(model)) - {name for name, module in model.named_modules() if module in called}
+
+
 def by_walking_tensors(tensor):
     """As a tuple, by a dictionary in the order of the walk."""
     return tuple({id(leaf): leaf for leaf in without_seen(tensor)}.values())
@@ -251,5 +259,6 @@ RIGHT = [
     ("51.A", by_trace),
     ("51.A", lambda model, run: _own(model, _hooked(model) - _noting(model, run, "register_forward_hook"))),
     ("51.A", lambda model, run: frozenset(never_called(model, run))),
+    ("51.A", by_a_global_hook),
     ("51.B", by_walking_tensors),
 ]
