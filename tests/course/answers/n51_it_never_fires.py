@@ -253,7 +253,26 @@ def by_walking_tensors(tensor):
     return tuple({id(leaf): leaf for leaf in without_seen(tensor)}.values())
 
 
-ALSO_WRONG = [("51.A", "wrong_names", only_the_first_model)]
+def waits_at_children(model, run):
+    """Forgets the layers inside other layers."""
+    called = set()
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, args, name=name: called.add(name))
+        for name, layer in model.named_children()
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _own(model, _hooked(model)) - called
+
+
+ALSO_WRONG = [
+    ("51.A", "wrong_names", only_the_first_model),
+    ("51.A", "all_hooked", waits_at_children),
+    ("51.B", "missed", lambda tensor: leaves_of(tensor)[:1]),
+]
 
 RIGHT = [
     ("51.A", by_trace),
