@@ -139,7 +139,7 @@ RENAMES = Exercise("55.A", examine_renames, renames)
 
 
 def by_name(optimizer):
-    def sort(optimizer, state_dict):
+    def reorder(optimizer, state_dict):
         number = {}
         for group in state_dict["param_groups"]:
             number.update(zip(group["param_names"], group["params"], strict=True))
@@ -149,7 +149,7 @@ def by_name(optimizer):
             groups.append({**theirs, "params": [number[name] for name in names], "param_names": names})
         return {**state_dict, "param_groups": groups}
 
-    return optimizer.register_load_state_dict_pre_hook(sort)
+    return optimizer.register_load_state_dict_pre_hook(reorder)
 
 
 SAVED = [["a", "b"], ["c", "d", "e"]]

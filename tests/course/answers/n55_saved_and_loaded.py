@@ -241,9 +241,7 @@ def numbers_anew(optimizer):
 
     def hook(optimizer, state_dict):
         theirs = state_dict["param_groups"]
-        number = {
-            name: at for group in theirs for name, at in zip(group["param_names"], group["params"], strict=True)
-        }
+        number = {name: at for group in theirs for name, at in zip(group["param_names"], group["params"], strict=True)}
         states, groups = {}, []
         for group, ours in zip(theirs, optimizer.param_groups, strict=True):
             params = []
