@@ -45,8 +45,8 @@ HOOKED = [  # the keys as the answer's hook has left them (`got`), as they were 
     ("no_prefix", lambda t: t.got == t.before),
     ("left_old", lambda t: t.want < t.got <= t.want | t.before),
     ("one_name", lambda t: {key for key in t.before if key.startswith(f"{t.prefix}bn.")} <= t.got),
-    ("similar_name", lambda t: t.prefix + "linear_out.weight" not in t.got),
-    ("same_name_inside", lambda t: t.prefix + "block.linear.weight" not in t.got),
+    ("similar_name", lambda t: t.prefix + "fc_out.weight" in t.got),
+    ("same_name_inside", lambda t: t.prefix + "block.fc.weight" in t.got),
     ("lost_keys", lambda t: t.got < t.want),
     ("wrong_keys", lambda t: t.got != t.want),
 ]
@@ -174,6 +174,7 @@ def examine_by_name(answer):
     for make in (_sgd, _adam):
         _examine_groups(answer, make, REORDERED)
         _examine_groups(answer, make, REGROUPED)
+    _examine_two_optimizers(answer)
 
 
 def _sgd(groups):
@@ -219,7 +220,23 @@ def _examine_groups(answer, make, groups):
         if not _same(saved, untouched):
             refuse("edited_file")
         if turn == "first":
+            error = raised(lambda target=target: target.load_state_dict(copy.deepcopy(untouched)))
+            if error is not None or _numbers(fresh, target) != want:
+                refuse("first_load_only")
             _examine_removal(handle, target, untouched, fresh, want)
+
+
+def _examine_two_optimizers(answer):
+    """Both hooks are made before the first one fires."""
+    params, optimizer = _optimizer(_sgd, SAVED)
+    optimizer.step()
+    want, saved = _numbers(params, optimizer), optimizer.state_dict()
+    both = [_optimizer(_sgd, groups) for groups in (REORDERED, REGROUPED)]
+    for _, target in both:
+        answer(target)
+    for fresh, target in both:
+        if raised(lambda target=target: target.load_state_dict(saved)) is not None or _numbers(fresh, target) != want:
+            refuse_latest_call()
 
 
 def _refuse_loaded(make, groups, saved, target, facts):

@@ -135,6 +135,21 @@ def doubled_in_place(module, names):
     return handle
 
 
+def empties(module, state_dict, prefix, *_):
+    state_dict.clear()
+
+
+def in_a_row(module, names):
+    """Goes on with the key that it has just renamed, so a swap puts it back."""
+
+    def hook(module, state_dict, prefix, *_):
+        for old, new in names.items():
+            for key in [key for key in state_dict if key.startswith(f"{prefix}{old}.")]:
+                state_dict[_right_key(key, prefix, old, new)] = state_dict.pop(key)
+
+    return module.register_load_state_dict_pre_hook(hook)
+
+
 LAST = {}
 
 
@@ -220,6 +235,28 @@ def twice(optimizer):
     return by_name(optimizer)
 
 
+def once_only(optimizer):
+    handle = by_name(optimizer)
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: handle.remove())
+    return handle
+
+
+LATEST = []
+
+
+def latest_optimizer(optimizer):
+    LATEST[:] = [optimizer]
+
+    def hook(optimizer, state_dict):
+        number = {}
+        for group in state_dict["param_groups"]:
+            number.update(zip(group["param_names"], group["params"], strict=True))
+        pairs = zip(state_dict["param_groups"], LATEST[0].param_groups, strict=True)
+        return {**state_dict, "param_groups": [_right_group(theirs, ours, number, 0) for theirs, ours in pairs]}
+
+    return optimizer.register_load_state_dict_pre_hook(hook)
+
+
 def deep_copy_in_place(optimizer):
     """Right: edits a deep copy, and returns it."""
 
@@ -301,11 +338,15 @@ WRONG = {
         "stale_names": _sorting(left_names),
         "edited_file": in_place,
         "not_removed": twice,
+        "first_load_only": once_only,
+        "latest_call": latest_optimizer,
         "raised": _sorting(within_a_group),
     },
 }
 
 ALSO_WRONG = [
+    ("55.A", "lost_keys", lambda module, names: module.register_load_state_dict_pre_hook(empties)),
+    ("55.A", "swapped", in_a_row),
     ("55.A", "nothing_renamed", lambda module, names: module.register_load_state_dict_pre_hook(lambda *_: None)),
     ("55.B", "by_position", lambda optimizer: optimizer.register_load_state_dict_pre_hook(lambda *_: None)),
 ]
