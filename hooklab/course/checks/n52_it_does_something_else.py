@@ -148,7 +148,7 @@ class _Calls(nn.Module):
 MISTAKES = [  # what each mistake gives in place of the mean of all squares; `batches` has the outputs of each, joined
     ("mean_of_means", lambda t: [_mean(_mean(call.square()) for call in t.calls)]),
     ("mean_of_batches", lambda t: [_mean(_mean(batch.square()) for batch in t.batches)]),
-    ("last_batch", lambda t: [_mean(t.batches[-1].square()), _mean(t.calls[0].square())]),
+    ("last_batch", lambda t: [_mean(t.batches[-1].square()), _mean(t.calls[0].square()), _mean(t.calls[-1].square())]),
     ("last_call", lambda t: [_mean(torch.cat(t.last).square())]),
     ("by_sample", lambda t: [torch.cat(t.calls).square().sum() / sum(len(call) for call in t.calls)]),
     ("not_divided", lambda t: [torch.cat(t.calls).square().sum(), sum(_mean(call.square()) for call in t.calls)]),
@@ -160,8 +160,8 @@ MISTAKES = [  # what each mistake gives in place of the mean of all squares; `ba
 
 def examine_mean(answer):
     torch.manual_seed(0)
-    _examine_mean(answer, nn.Linear(2, 3), [4, 1, 3], twice=False)
     _examine_mean(answer, nn.Linear(2, 3), [4, 1, 3], twice=True)
+    _examine_mean(answer, nn.Linear(2, 3), [4, 1, 3], twice=False)
     _examine_half(answer)
     broken = _Calls(nn.Linear(2, 3))
     with fails(broken, swallowed="swallowed", left="left_after_error"):

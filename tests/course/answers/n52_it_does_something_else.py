@@ -208,7 +208,9 @@ WRONG = {
         "no_bool": lambda register, run: print(counts(register, run)),
         "never": hook_in_both,
         "counted_calls": counts_calls,
-        "always": lambda register, run: True if not counts(register, run) and not counts_calls(register, run) else counts(register, run),
+        "always": lambda register, run: (
+            True if not counts(register, run) and not counts_calls(register, run) else counts(register, run)
+        ),
         "multiplied": _changes(lambda *args: 2 * args[-1]),
         "nan": _changes(same=torch.equal),
         "nan_hides": _changes(same=nan_is_the_same),
