@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,52 +23,22 @@ def counts(register, run):
     return not torch.allclose(plain, hooked, rtol=0, atol=0, equal_nan=True)
 
 
-class _Places(nn.Module):
-    """Layers whose output is used, dropped, never computed by a call, always zero, NaN beside it, or small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("used", "dropped", "direct", "nan", "tiny"):
-            setattr(self, name, nn.Linear(2, 2))
-        self.zero = nn.ReLU()
-
-    def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
-        if path == "used":
-            return self.used(x)
-        if path == "dropped":
-            self.dropped(x)
-            return self.used(x)
-        if path == "direct":
-            return self.direct.forward(x)
-        if path == "zero":
-            return x + self.zero(-x)
-        if path == "nan":
-            self.nan(x)
-            return torch.full_like(x, torch.nan)
-        if path == "nan_used":
-            return torch.cat([self.nan(x), torch.full_like(x, torch.nan)])
-        return 1e6 + self.tiny(x)
-
-
-PATHS = [  # the refusal where the answer is wrong, the path, the layer with the hook, and what is wanted
-    ("never", "used", "used", True),
-    ("counted_calls", "dropped", "dropped", False),
-    ("always", "direct", "direct", False),
-    ("multiplied", "zero", "zero", True),
-    ("nan", "nan", "nan", False),
-    ("nan_hides", "nan_used", "nan", True),
-    ("too_lenient", "tiny", "tiny", True),
+RUNS = [  # the refusal where the answer is wrong, the run (`x` is all ones, the layer a ReLU), and what is wanted
+    ("never", lambda layer, x: layer(x), True),
+    ("counted_calls", lambda layer, x: (layer(x), x)[1], False),
+    ("always", lambda layer, x: layer.forward(x), False),
+    ("multiplied", lambda layer, x: x + layer(-x), True),
+    ("nan", lambda layer, x: layer(x).new_full((2,), torch.nan), False),
+    ("nan_hides", lambda layer, x: torch.cat([layer(x), x * torch.nan]), True),
+    ("too_lenient", lambda layer, x: 1e6 + layer(x), True),
 ]
 
 
 def examine_counts(answer):
-    torch.manual_seed(0)
-    model, x = _Places(), torch.ones(1, 2)
-    for key, path, name, want in PATHS:
-        layer = getattr(model, name)
-        layer.register_forward_hook(_does_nothing)
-        before = Before(model)
-        got = answer(layer.register_forward_hook, lambda path=path: model(x, path))
+    for key, run, want in RUNS:
+        layer = _layer()
+        before = Before(layer)
+        got = answer(layer.register_forward_hook, partial(run, layer, torch.ones(2)))
         refuse_hooks(before, "hooks_left")
         _expect_bool(got, want, key)
     weight = nn.Parameter(torch.ones(2))
@@ -77,8 +47,15 @@ def examine_counts(answer):
     if weight._backward_hooks:
         refuse("tensor_hook_left")
     _expect_bool(got, True, "tensor_hook")
-    with fails(model, swallowed="swallowed", left="left_after_error"):
-        answer(model.used.register_forward_hook, lambda: _second_fails(model, x))
+    layer = _layer()
+    with fails(layer, swallowed="swallowed", left="left_after_error"):
+        answer(layer.register_forward_hook, lambda: _fails_with_hook(layer))
+
+
+def _layer():
+    layer = nn.ReLU()
+    layer.register_forward_hook(_does_nothing)
+    return layer
 
 
 def _does_nothing(*args):
@@ -96,12 +73,10 @@ def _gradient(weight):
     return torch.autograd.grad((3 * weight).sum(), weight)[0]
 
 
-def _second_fails(model, x):
-    """Fails as soon as a hook of the answer is there."""
-    y = model(x, "used")
-    if len(model.used._forward_hooks) > 1:
+def _fails_with_hook(layer):
+    if len(layer._forward_hooks) > 1:
         raise RuntimeError("the model fails in this run")
-    return y
+    return layer(torch.ones(2))
 
 
 COUNTS = Exercise("52.A", examine_counts, counts)
@@ -136,13 +111,13 @@ class _Calls(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gc.collect()
         self.old += sum(ref() is not None for batch in self.outputs[:-1] for ref in batch)
-        y = self.layer(x)
-        self.outputs.append([weakref.ref(y)])
-        if self.twice and len(x) > 1:
-            y = self.layer(2 * x)
-            self.outputs[-1].append(weakref.ref(y))
+        self.outputs.append([])
+        for given in _given(x, self.twice):
+            y = self.layer(given)
+            if isinstance(y, torch.Tensor):
+                self.outputs[-1].append(weakref.ref(y))
         self.returned.append(y.detach().clone() if isinstance(y, torch.Tensor) else y)
-        return torch.as_tensor(y).float().tanh()
+        return x
 
 
 MISTAKES = [  # what each mistake gives in place of the mean of all squares; `batches` has the outputs of each, joined
@@ -180,8 +155,7 @@ def _examine_mean(answer, layer, sizes, twice):
         calls += own
         last.append(own[-1])
         joined.append(torch.cat(own))
-    facts = SimpleNamespace(model=model, got=got, want=last, batches=len(batches))
-    refuse_first(SEEN, **vars(facts))
+    refuse_first(SEEN, model=model, got=got, want=last, batches=len(batches))
     want = _mean(torch.cat(calls).square())
     if abs(got - want) > 1e-5:
         refuse_result_of(MISTAKES, got, calls=calls, batches=joined, last=last)

@@ -178,6 +178,20 @@ def squares_in_place(model, layer, batches):
     return total / count
 
 
+def returns_the_sum(model, layer, batches):
+    sums, counts = [], []
+
+    def add(module, args, output):
+        sums.append(output.detach().double().square().sum().item())
+        counts.append(output.numel())
+        return sums[-1]
+
+    with layer.register_forward_hook(add):
+        for batch in batches:
+            model(batch)
+    return sum(sums) / sum(counts)
+
+
 def stays(model, layer, batches):
     layer.register_forward_hook(lambda *args: None)
     return mean_square(model, layer, batches)
@@ -249,6 +263,7 @@ WRONG = {
 ALSO_WRONG = [
     ("52.B", "kept", keeps_the_graph),
     ("52.B", "changed_output", squares_in_place),
+    ("52.B", "changed_output", returns_the_sum),
     ("52.B", "last_batch", _measured(lambda y: y.double().square().mean().item(), lambda parts: parts[0])),
 ]
 
