@@ -38,7 +38,7 @@ PAGES = {
     "course": (
         "课程",
         "The course",
-        "course.check: predict exercise hint progress, lesson: start check_environment cached_weights data, "
+        "course.check: predict exercise hint progress, lesson: start check_environment cached_weights data glyphs, "
         "export: Both Chinese English",
     ),
 }
