@@ -5,7 +5,6 @@ Each process has its own rank, 0 or 1. Rank 0 prints the results as one line of 
 
 import faulthandler
 import json
-import sys
 from datetime import timedelta
 
 import torch
@@ -25,19 +24,25 @@ def small():
 
 
 def batch(rank):
-    """Rank 0 sees ones and rank 1 sees twos, so the 16 gradients of a sum add up to 16 and 32."""
+    """Ones for rank 0, twos for rank 1."""
     return torch.full((1, 4), rank + 1.0)
 
 
 def sees(rank):
-    saw = []
+    saw = {}
+
+    def tensor_hook(grad):
+        saw["tensor hook"] = grad.sum().item()
+
+    def post_accumulate_hook(param):
+        saw["post-accumulate"] = param.grad.sum().item()
+
     model = small()
-    weight = model.weight
-    weight.register_hook(lambda grad: saw.append(["tensor hook", grad.sum().item()]))
+    model.weight.register_hook(tensor_hook)
     ddp = DDP(model)
-    weight.register_post_accumulate_grad_hook(lambda param: saw.append(["post-accumulate", param.grad.sum().item()]))
+    model.weight.register_post_accumulate_grad_hook(post_accumulate_hook)
     ddp(batch(rank)).sum().backward()
-    saw.append([".grad in the end", weight.grad.sum().item()])
+    saw[".grad in the end"] = model.weight.grad.sum().item()
     return saw
 
 
@@ -45,7 +50,11 @@ def drifts(rank):
     model = small()
     ddp = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.weight.register_post_accumulate_grad_hook(lambda param: optimizer.step())
+
+    def hook(param):
+        optimizer.step()
+
+    model.weight.register_post_accumulate_grad_hook(hook)
     ddp(batch(rank)).sum().backward()
     return equal_everywhere(model.weight)
 
@@ -82,15 +91,18 @@ def forgets_to_divide(rank):
 
 
 def shards(rank):
-    saw = []
+    saw = {}
 
-    def note(when):
-        return lambda module, *_: saw.append([f"{when} hook", type(module.weight).__name__])
+    def note(what):
+        def hook(module, *args):
+            saw[what] = type(module.weight).__name__
+
+        return hook
 
     def hang(layer, when):
-        layer.register_forward_pre_hook(note(f"{when}: forward pre-"))
-        layer.register_forward_hook(note(f"{when}: forward"))
-        layer.weight.register_hook(lambda grad: saw.append([f"{when}: tensor hook", "fired"]))
+        layer.register_forward_pre_hook(note(f"{when}: forward pre-hook"))
+        layer.register_forward_hook(note(f"{when}: forward hook"))
+        layer.weight.register_hook(lambda grad: saw.update({f"{when}: tensor hook": kind(grad)}))
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     layer = model[0]
@@ -98,21 +110,28 @@ def shards(rank):
     for module in (layer, model):
         fully_shard(module)
     hang(layer, "after")
-    weight = layer.weight
-    weight.register_post_accumulate_grad_hook(lambda param: saw.append(["after: post-accumulate", kind(param.grad)]))
+
+    def post_accumulate_hook(param):
+        saw["after: post-accumulate"] = kind(param.grad)
+
+    layer.weight.register_post_accumulate_grad_hook(post_accumulate_hook)
     model(torch.ones(1, 8)).sum().backward()
-    saw.append(["full_tensor()", kind(weight.grad.full_tensor())])
-    own = {f"{record.kind}: {record.function.partition('.<')[0]}" for record in hooks_on(layer)}
-    return {"saw": saw, "own": sorted(text for text in own if "FSDP" in text)}
+    saw["full_tensor()"] = kind(layer.weight.grad.full_tensor())
+    return {"saw": saw, "own": own_hooks(layer)}
+
+
+def own_hooks(layer):
+    found = {f"{record.kind}: {record.function.partition('.<')[0]}" for record in hooks_on(layer)}
+    return sorted(text for text in found if "FSDP" in text)
 
 
 def kind(grad):
     here = grad.to_local() if hasattr(grad, "to_local") else grad
-    return f"{type(grad).__name__}, {list(here.shape)} of {list(grad.shape)} here"
+    return f"{type(grad).__name__}, {list(here.shape)} of {list(grad.shape)}"
 
 
 def top_k(share, rests=None):
-    """Each process sends its largest entries. `rests` keeps what it did not send, and adds it next time."""
+    """Send the largest entries. `rests` keeps what is not sent, for the next step."""
 
     def hook(state, bucket):
         flat = bucket.buffer()
@@ -122,8 +141,9 @@ def top_k(share, rests=None):
         if rests is not None:
             rests[bucket.index()] = flat.index_fill(0, where, 0)
         total = torch.zeros_like(flat)
-        for values, places in zip(gathered(flat[where]), gathered(where.int()), strict=True):
-            total.index_add_(0, places, values)
+        values, places = gathered(flat[where]), gathered(where.int())
+        for one_process in range(len(values)):
+            total.index_add_(0, places[one_process], values[one_process])
         done = torch.futures.Future()
         done.set_result(total / dist.get_world_size())
         return done
@@ -155,7 +175,7 @@ def trained(hook, rests, rank, images, labels):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
     mine = torch.Generator().manual_seed(rank)
     sent = []
-    dist.group.WORLD.register_pre_hook(4, lambda work: sent.append(sum(t.nbytes for t in work.input_tensors)))
+    dist.group.WORLD.register_pre_hook(0, lambda work: sent.extend(t.nbytes for t in work.input_tensors))
     for step in range(150):
         rows = torch.randint(1000, (32,), generator=mine)
         optimizer.zero_grad()
