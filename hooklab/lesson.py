@@ -1,9 +1,10 @@
 """The door of every notebook: `from hooklab import lesson`; `python -m hooklab.lesson` checks this machine."""
 
 from hooklab.course.environment import OLDEST_TORCH, STORED_TORCH, cached_weights, check_environment, data, main
+from hooklab.course.glyphs import glyphs
 from hooklab.course.lesson import start
 
-__all__ = ["OLDEST_TORCH", "STORED_TORCH", "cached_weights", "check_environment", "data", "start"]
+__all__ = ["OLDEST_TORCH", "STORED_TORCH", "cached_weights", "check_environment", "data", "glyphs", "start"]
 
 if __name__ == "__main__":
     main()
