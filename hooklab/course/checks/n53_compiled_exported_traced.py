@@ -189,7 +189,7 @@ def _fx(model, x):
 
 def _late(model, x):
     """Traces in its first call."""
-    traced = []
+    traced: list[Callable] = []
 
     def run(x):
         if not traced:
