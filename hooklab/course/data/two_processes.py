@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -100,22 +101,26 @@ def shards(rank):
         return hook
 
     def hang(layer, when):
+        def tensor_hook(grad):
+            saw[f"{when}: tensor hook"] = kind(grad)
+
         layer.register_forward_pre_hook(note(f"{when}: forward pre-hook"))
         layer.register_forward_hook(note(f"{when}: forward hook"))
-        layer.weight.register_hook(lambda grad: saw.update({f"{when}: tensor hook": kind(grad)}))
+        layer.weight.register_hook(tensor_hook)
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity())
     layer = model[0]
+    mesh = init_device_mesh("cpu", (2,))
     hang(layer, "before")
     for module in (layer, model):
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
     hang(layer, "after")
 
     def post_accumulate_hook(param):
         saw["after: post-accumulate"] = kind(param.grad)
 
     layer.weight.register_post_accumulate_grad_hook(post_accumulate_hook)
-    model(torch.ones(1, 8)).sum().backward()
+    model(torch.full((1, 8), rank + 1.0)).sum().backward()
     saw["full_tensor()"] = kind(layer.weight.grad.full_tensor())
     return {"saw": saw, "own": own_hooks(layer)}
 
@@ -127,7 +132,7 @@ def own_hooks(layer):
 
 def kind(grad):
     here = grad.to_local() if hasattr(grad, "to_local") else grad
-    return f"{type(grad).__name__}, {list(here.shape)} of {list(grad.shape)}"
+    return f"{type(grad).__name__}, {list(here.shape)} of {list(grad.shape)}, mean {here.mean():g}"
 
 
 def top_k(share, rests=None):
