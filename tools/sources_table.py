@@ -1,4 +1,4 @@
-"""notebooks/SOURCES.md: from each section of the sources to the notebook and cell that show it."""
+"""notebooks/SOURCES.md: from each section of the sources, and from what goes beyond them, to the cell that shows it."""
 
 import re
 from functools import cache
@@ -19,11 +19,19 @@ The course follows five texts. Title, author and address are given as far as the
 there is a —, and the text is known by its content only.
 
 """
+BEYOND = """
+## 五篇文字以外 · Beyond the five texts
+
+大家在实践里遇到、公开问过的事，每一条都有一格代码验证；没有运行的，写明原因。<br>
+What people meet in practice and ask about in public. A cell shows each of them, or the reason is given why none does.
+
+"""
 MISSING = "—"
 
 
 def entries() -> list[dict]:
-    return _inventory()["entries"]
+    """What the five texts teach, then what practice adds."""
+    return _inventory("sources.yml")["entries"] + _inventory("practice.yml")["entries"]
 
 
 def covering_cells() -> dict[str, list[tuple[str, notebook_form.Cell]]]:
@@ -37,14 +45,15 @@ def covering_cells() -> dict[str, list[tuple[str, notebook_form.Cell]]]:
 
 
 def table() -> str:
+    texts = _inventory("sources.yml")["entries"]
+    beyond = _inventory("practice.yml")["entries"]
+    return HEAD + "\n".join([*_texts(), "", *_rows(texts)]) + "\n" + BEYOND + "\n".join(_rows(beyond)) + "\n"
+
+
+def _rows(listed: list[dict]) -> list[str]:
     covered = covering_cells()
-    lines = [
-        *_texts(),
-        "",
-        "| 小节 · section | 内容 · topic | 笔记本 · notebook | 代码格 · cells |",
-        "|---|---|---|---|",
-    ]
-    for entry in sorted(entries(), key=lambda entry: [int(part) for part in re.findall(r"\d+", entry["id"])]):
+    lines = ["| 小节 · section | 内容 · topic | 笔记本 · notebook | 代码格 · cells |", "|---|---|---|---|"]
+    for entry in sorted(listed, key=lambda entry: [int(part) for part in re.findall(r"\d+", entry["id"])]):
         ids = [entry["id"], *([entry["also"]] if "also" in entry else [])]
         stem = entry["notebook"]
         cells = [
@@ -54,9 +63,14 @@ def table() -> str:
         ]
         exists = (notebook_form.NOTEBOOKS / f"{stem}.ipynb").exists()
         notebook = f"[{stem}]({stem}.ipynb)" if exists else stem
-        topic = "<br>".join(entry["topic"][language] for language in ("zh", "en")).replace("|", "\\|")
-        lines.append(f"| {', '.join(ids)} | {topic} | {notebook} | {', '.join(dict.fromkeys(cells)) or '—'} |")
-    return HEAD + "\n".join(lines) + "\n"
+        topic, reason = (_both(entry.get(field)) for field in ("topic", "not_run"))
+        shown = ", ".join(dict.fromkeys(cells)) or reason or MISSING
+        lines.append(f"| {', '.join(ids)} | {topic} | {notebook} | {shown} |")
+    return lines
+
+
+def _both(words: dict[str, str] | None) -> str:
+    return "<br>".join(words[language] for language in ("zh", "en")).replace("|", "\\|") if words else ""
 
 
 def _texts() -> list[str]:
@@ -65,7 +79,7 @@ def _texts() -> list[str]:
         "| | 课程里叫 · called | 是什么 · what it is | 标题 · title | 作者 · author | 地址 · address |",
         "|" + "---|" * 6,
     ]
-    for sign, text in _inventory()["texts"].items():
+    for sign, text in _inventory("sources.yml")["texts"].items():
         name, what = ("<br>".join(text[field][language] for language in ("zh", "en")) for field in ("name", "what"))
         address = f"<{text['address']}>" if "address" in text else MISSING
         said = [text.get("title", MISSING), text.get("author", MISSING), address]
@@ -74,5 +88,5 @@ def _texts() -> list[str]:
 
 
 @cache
-def _inventory() -> dict:
-    return yaml.safe_load((notebook_form.NOTEBOOKS / "sources.yml").read_text(encoding="utf-8"))
+def _inventory(name: str) -> dict:
+    return yaml.safe_load((notebook_form.NOTEBOOKS / name).read_text(encoding="utf-8"))
