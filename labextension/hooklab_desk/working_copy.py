@@ -18,7 +18,8 @@ from typing import Any
 __all__ = ["Update", "update"]
 
 NOTES = ".hooklab.json"
-PAGES = ("SOURCES.md", "../QUESTIONS*.md", "../docs/cheatsheet*.md", "../docs/glossary.md")  # seen from the notebooks
+# Seen from the notebooks.
+PAGES = ("SOURCES.md", "../QUESTIONS*.md", "../docs/cheatsheet*.md", "../docs/atlas*.md", "../docs/glossary.md")
 LINK_ELSEWHERE = re.compile(r"\]\((?:\.\./)?(?:docs/|notebooks/)?(?=[\w.-]+\.(?:md|ipynb)\b)")
 IMAGES = "images"  # what the notebooks show
 HIDDEN = (IMAGES, "*.md")  # from the file browser
