@@ -12,7 +12,7 @@ DOCS = "https://docs.pytorch.org/docs/"
 
 RETURNED = {
     "replaces": {"en": "replaces", "zh": "换掉原值"},
-    "needed": {"en": "is needed", "zh": "必须有"},
+    "needed": {"en": "needed", "zh": "必须有"},
     "ignored": {"en": "ignored", "zh": "返回值没人用"},
     "none_only": {"en": "`None` only", "zh": "只能是 `None`"},
 }
@@ -39,23 +39,23 @@ PyTorch {version} has {named} public names with `hook` in them. A test compares 
 What becomes of the value that a hook returns follows one of four rules:
 
 - **replaces**: `None` changes nothing, anything else takes the place of what came in;
-- **is needed**: there must be a value, and it is used;
-- **ignored**: nobody looks at it;
+- **needed**: there must be a value, and it is used;
+- **ignored**: it makes no difference;
 - **`None` only**: anything else raises.
 """,
     "zh": """\
 # 钩子总表：PyTorch 里每个钩子的名字
 
-[English](atlas.md) · [速查表](cheatsheet.zh-CN.md) · 由 `make refresh` 生成，表里每个钩子都有测试运行
+[English](atlas.md) · [速查表](cheatsheet.zh-CN.md) · 由 `make refresh` 生成，表里的钩子都有测试运行
 
-PyTorch {version} 有 {named} 个公开的名字带 `hook`，有一个测试拿这张表和装着的 PyTorch 对照。
+PyTorch {version} 里带 `hook` 的公开名字有 {named} 个，测试会拿这张表与已安装的 PyTorch 核对。
 另有 {more} 个名字不带这个词，却也会装上钩子，列在最后。
 
-钩子的返回值有四种下场：
+钩子的返回值有四种规则：
 
 - **换掉原值**：返回 `None` 不变，返回别的就换掉传进来的值；
 - **必须有**：一定要返回，而且会用上；
-- **返回值没人用**：没有人看；
+- **返回值没人用**：返回什么都一样；
 - **只能是 `None`**：返回别的就报错。
 """,
 }

@@ -43,8 +43,8 @@ def test_the_atlas_has_every_public_name_with_hook_that_pytorch_has():
     installed = set(printed.split())
     listed = {row["name"] for row in ROWS.values() if "hook" in row["name"].lower()}
     assert len(installed) > 100
-    assert sorted(installed - listed) == [], "PyTorch has added these, or they are the new names of the next ones"
-    assert sorted(listed - installed) == [], "PyTorch has removed these, or renamed them"
+    differences = {"added or renamed": sorted(installed - listed), "removed or renamed": sorted(listed - installed)}
+    assert differences == {"added or renamed": [], "removed or renamed": []}
 
 
 def test_a_name_is_there_from_the_version_that_the_atlas_gives():
@@ -58,7 +58,7 @@ def test_a_name_is_there_from_the_version_that_the_atlas_gives():
 
 def test_other_names_of_a_hook_stand_for_the_same():
     pairs = [(row["name"], other) for row in ROWS.values() for other in row.get("also", []) if is_there(row["name"])]
-    assert len(pairs) > 40
+    assert len(pairs) > 30
     assert [pair for pair in pairs if pkgutil.resolve_name(pair[0]) != pkgutil.resolve_name(pair[1])] == []
 
 

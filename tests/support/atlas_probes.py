@@ -697,6 +697,12 @@ PROBES = {
     f"{COMM}powerSGD_hook.powerSGD_hook": comm_hook("powerSGD_hook", "powerSGD_hook", power_sgd),
     f"{COMM}powerSGD_hook.batched_powerSGD_hook": comm_hook("powerSGD_hook", "batched_powerSGD_hook", power_sgd),
     f"{COMM}post_localSGD_hook.post_localSGD_hook": comm_hook("post_localSGD_hook", "post_localSGD_hook", local_sgd),
+    f"{COMM}quantization_hooks.quantization_pertensor_hook": comm_hook(
+        "quantization_hooks", "quantization_pertensor_hook"
+    ),
+    f"{COMM}quantization_hooks.quantization_perchannel_hook": comm_hook(
+        "quantization_hooks", "quantization_perchannel_hook"
+    ),
     "torch.distributed.fsdp.FSDPModule.set_all_reduce_hook": fsdp2,
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.register_comm_hook": fsdp1,
     f"{JOIN}JoinHook.post_hook": partial(joined, "post_hook"),
