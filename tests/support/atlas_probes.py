@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -180,7 +181,9 @@ def unpack_property():
     y = t * t  # a saved tensor does not keep its Node alive
     saved = y.grad_fn._raw_saved_self
     assert saved.unpack_hook is None
-    saved.register_hooks(torch.Tensor.detach, same)
+    packed = []
+    saved.register_hooks(lambda tensor: packed.append(tensor.item()), same)
+    assert packed == [1], "at once"
     assert saved.unpack_hook is same
 
 
@@ -214,14 +217,14 @@ def on_all(name):
     return lambda layer, hook: getattr(all_modules, name)(hook)
 
 
-def on_all_deprecated(layer, hook):
-    """The first global backward hook decides which kind is allowed from then on."""
-    allowed = all_modules._global_is_full_backward_hook
+def deprecated_on_all():
+    """The first global backward hook decides which kind is allowed, and which kind is called, from then on."""
+    decided = all_modules._global_is_full_backward_hook
     all_modules._global_is_full_backward_hook = None
     try:
-        return all_modules.register_module_backward_hook(hook)
+        return backward(on_all("register_module_backward_hook"), every_grad)
     finally:
-        all_modules._global_is_full_backward_hook = allowed
+        all_modules._global_is_full_backward_hook = decided
 
 
 def first_grad(module, first, *rest):
@@ -362,7 +365,7 @@ def ready_made(register):
 
 def comm_hook(module, name, state=lambda group: group):
     def register(model, group):
-        hooks = __import__(f"torch.distributed.algorithms.ddp_comm_hooks.{module}", fromlist=[name])
+        hooks = import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{module}")
         return model.register_comm_hook(state(group), getattr(hooks, name))
 
     return partial(ready_made, register)
@@ -657,7 +660,7 @@ PROBES = {
     f"{GLOBAL}register_module_full_backward_hook": partial(
         backward, on_all("register_module_full_backward_hook"), first_grad
     ),
-    f"{GLOBAL}register_module_backward_hook": partial(backward, on_all_deprecated, every_grad),
+    f"{GLOBAL}register_module_backward_hook": deprecated_on_all,
     f"{GLOBAL}register_module_parameter_registration_hook": partial(
         registration, "parameter", lambda module, name, param: nn.Parameter(0 * param)
     ),
@@ -674,10 +677,7 @@ PROBES = {
     f"{STEP}Optimizer.register_step_pre_hook": partial(step, None, "register_step_pre_hook", another_closure),
     f"{STEP}Optimizer.register_step_post_hook": partial(step, None, "register_step_post_hook", another_closure),
     f"{STEP}register_optimizer_step_pre_hook": partial(
-        step,
-        all_optimizers,
-        "register_optimizer_step_pre_hook",
-        lambda optimizer, args, kwargs: ((*args, lambda: 7), {}),
+        step, all_optimizers, "register_optimizer_step_pre_hook", another_closure
     ),
     f"{STEP}register_optimizer_step_post_hook": partial(
         step, all_optimizers, "register_optimizer_step_post_hook", another_closure
