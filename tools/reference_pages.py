@@ -38,7 +38,7 @@ TAILS = {
     "en": """
 Every call but `saved_tensors_hooks` returns the `handle`. Module hooks also come for all modules at once:
 `register_module_forward_hook(hook)` and so on, in `torch.nn.modules.module`. They fire before the module's own.
-`hooklab.hooks_on(model)` lists all hooks of a model. Every other hook of PyTorch is in the [atlas](atlas.md).
+`hooklab.hooks_on(model)` lists all hooks of a model. Every hook of PyTorch by its name: the [atlas](atlas.md).
 
 ## The calls of hooklab
 
@@ -51,7 +51,7 @@ they come off at its end.
     "zh": """
 除了 `saved_tensors_hooks`，每个注册函数都返回 `handle`。模块钩子还有对所有模块生效的一份，在 `torch.nn.modules.module` 里：
 `register_module_forward_hook(hook)` 等等；它们在模块自己的钩子之前触发。
-`hooklab.hooks_on(model)` 列出模型上所有的钩子。PyTorch 其余的钩子都在[钩子总表](atlas.zh-CN.md)里。
+`hooklab.hooks_on(model)` 列出模型上所有的钩子。按名字查 PyTorch 的全部钩子，看[钩子总表](atlas.zh-CN.md)。
 
 ## hooklab 的调用
 
