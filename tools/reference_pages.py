@@ -1,7 +1,8 @@
-"""docs/cheatsheet.md in both languages, from notebooks/hooks.yml and calls.yml, and docs/glossary.md, from glossary.yml."""
+"""docs/cheatsheet.md in both languages, from notebooks/atlas.yml and calls.yml, and docs/glossary.md, from glossary.yml."""
 
 from functools import cache
 
+import atlas
 import notebook_form
 import yaml
 
@@ -37,7 +38,7 @@ TAILS = {
     "en": """
 Every call but `saved_tensors_hooks` returns the `handle`. Module hooks also come for all modules at once:
 `register_module_forward_hook(hook)` and so on, in `torch.nn.modules.module`. They fire before the module's own.
-`hooklab.hooks_on(model)` lists all hooks of a model.
+`hooklab.hooks_on(model)` lists all hooks of a model. Every hook of PyTorch by its name: the [atlas](atlas.md).
 
 ## The calls of hooklab
 
@@ -50,7 +51,7 @@ they come off at its end.
     "zh": """
 除了 `saved_tensors_hooks`，每个注册函数都返回 `handle`。模块钩子还有对所有模块生效的一份，在 `torch.nn.modules.module` 里：
 `register_module_forward_hook(hook)` 等等；它们在模块自己的钩子之前触发。
-`hooklab.hooks_on(model)` 列出模型上所有的钩子。
+`hooklab.hooks_on(model)` 列出模型上所有的钩子。按名字查 PyTorch 的全部钩子，看[钩子总表](atlas.zh-CN.md)。
 
 ## hooklab 的调用
 
@@ -83,9 +84,9 @@ The words of the course in both languages, each with the notebook that uses it f
 """
 
 
-@cache
 def hooks() -> list[dict]:
-    return yaml.safe_load((notebook_form.NOTEBOOKS / "hooks.yml").read_text(encoding="utf-8"))
+    """The rows of the atlas that stand on the cheat sheet, in the order of the map in notebook 00."""
+    return sorted((row for row in atlas.rows() if "sheet" in row), key=lambda row: row["sheet"])
 
 
 @cache
@@ -94,7 +95,7 @@ def calls() -> list[dict]:
 
 
 def cheatsheet(language: str) -> str:
-    rows = [_row(number, hook, language) for number, hook in enumerate(hooks(), start=1)]
+    rows = [_row(hook, language) for hook in hooks()]
     limits = f"limits{'.zh-CN' if language == 'zh' else ''}.md"
     lines = [
         f"| [`{call['call']}`]({limits}#{call['limits']}) | {call['gives'][language]} | {STAYS[call.get('stays')][language]} |\n"
@@ -113,15 +114,15 @@ def glossary() -> str:
     return GLOSSARY_HEAD + "".join(rows)
 
 
-def _row(number: int, hook: dict, language: str) -> str:
+def _row(hook: dict, language: str) -> str:
     stem, cell_id = hook["at"]
-    name = f"[{hook['name'][language]}](../notebooks/{stem}.ipynb#cell-id={cell_id})"
+    name = f"[{hook['called'][language]}](../notebooks/{stem}.ipynb#cell-id={cell_id})"
     cells = [
-        str(number),
-        f"{name}<br>`{hook['call']}`<br>`{hook['hook']}`",
+        str(hook["sheet"]),
+        f"{name}<br>`{hook['call']}`<br>`{hook['gets']}`",
         hook["fires"][language],
-        hook["may_return"][language],
-        COMES_OFF[hook.get("comes_off", "handle")][language],
+        atlas.may_return(hook)[language],
+        COMES_OFF["with" if hook["handle"] == "with" else "handle"][language],
         hook["trap"][language],
     ]
     return f"| {' | '.join(cells)} |\n"

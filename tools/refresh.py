@@ -1,6 +1,7 @@
 """`make refresh`: run every notebook, store its outputs in normal form, and rebuild the pages and the outline.
 
-The pages are notebooks/SOURCES.md, QUESTIONS.md, docs/cheatsheet.md and docs/glossary.md, with their Chinese editions.
+The pages are notebooks/SOURCES.md, QUESTIONS.md, docs/cheatsheet.md, docs/atlas.md and docs/glossary.md, with their Chinese
+editions.
 
 Run it twice and no byte changes. A notebook that does not run to its end is left as it was.
 `python tools/refresh.py 11` refreshes the notebooks whose names begin with 11 alone.
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import atlas
 import nbformat
 import notebook_form
 import outline
@@ -55,6 +57,7 @@ def pages() -> dict[Path, str]:
         outline.PATH: outline.outline(),
         **{page: questions.page(language) for language, page in questions.PATHS.items()},
         **{page: reference_pages.cheatsheet(language) for language, page in reference_pages.CHEATSHEETS.items()},
+        **{page: atlas.page(language) for language, page in atlas.PATHS.items()},
         reference_pages.GLOSSARY: reference_pages.glossary(),
     }
 

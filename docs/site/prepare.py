@@ -26,6 +26,7 @@ PAGES = {
     "install": "docs/install{}.md",
     "questions": "QUESTIONS{}.md",
     "cheatsheet": "docs/cheatsheet{}.md",
+    "atlas": "docs/atlas{}.md",
     "glossary": "docs/glossary.md",
     "sources": "notebooks/SOURCES.md",
     "limits": "docs/limits{}.md",
@@ -169,11 +170,11 @@ class Edition:
         if page == "decisions/index":
             own = "\n".join(other.removeprefix("decisions/") for other in PAGES if other.startswith("decisions/0"))
             text += f"\n```{{toctree}}\n:hidden:\n\n{own}\n```\n"
-        if page in ("cheatsheet", "questions", "sources", "limits"):  # wide tables
+        if page in ("cheatsheet", "atlas", "questions", "sources", "limits"):  # wide tables
             text = f"---\nlayout: compact\n---\n\n{text}"
         if page in ("glossary", "sources"):
             text = self.split.document(text)
-        if page in ("cheatsheet", "questions", "glossary", "sources"):
+        if page in ("cheatsheet", "atlas", "questions", "glossary", "sources"):
             text = re.sub(r"^[^|\n]*(?:`make refresh`|JupyterLab)[^|\n]*$", about_the_page, text, flags=re.MULTILINE)
         elif self.language == "zh" and page.startswith(ENGLISH_ONLY):
             text = text.replace("\n", "\n\n*本页只有英文。*\n", 1)

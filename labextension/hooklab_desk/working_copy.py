@@ -19,7 +19,11 @@ __all__ = ["Update", "update"]
 
 NOTES = ".hooklab.json"
 # Seen from the notebooks.
-PAGES = ("SOURCES.md", "../QUESTIONS*.md", "../docs/cheatsheet*.md", "../docs/limits*.md", "../docs/glossary.md")
+PAGES = (
+    "SOURCES.md",
+    "../QUESTIONS*.md",
+    *(f"../docs/{name}*.md" for name in ("cheatsheet", "limits", "atlas", "glossary")),
+)
 LINK_ELSEWHERE = re.compile(r"\]\((?:\.\./)?(?:docs/|notebooks/)?(?=[\w.-]+\.(?:md|ipynb)\b)")
 IMAGES = "images"  # what the notebooks show
 HIDDEN = (IMAGES, "*.md")  # from the file browser

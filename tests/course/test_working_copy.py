@@ -68,7 +68,7 @@ def test_pages_that_answer_questions_lie_beside_with_their_links(course, own):
 def test_every_page_of_the_course_comes_along_and_its_links_lead_to_what_is_there(own):
     update(notebook_form.NOTEBOOKS, own)
     pages = {"SOURCES.md", "QUESTIONS.md", "QUESTIONS.zh-CN.md", "cheatsheet.md", "cheatsheet.zh-CN.md", "glossary.md"}
-    pages |= {"limits.md", "limits.zh-CN.md"}
+    pages |= {"limits.md", "limits.zh-CN.md", "atlas.md", "atlas.zh-CN.md"}
     assert {path.name for path in own.glob("*.md")} == pages
     for path in [*map(own.joinpath, pages), own / command.FIRST]:
         targets = re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ import copy
 import re
 from collections import OrderedDict
 
+import atlas
 import notebook_form
 import pytest
 import reference_pages
@@ -69,7 +70,7 @@ class Step:
         self.names |= {"pack": lambda tensor: tensor, "unpack": lambda packed: packed}
         self.names |= {"tensors": [self.x, self.module.weight], "optimizer": Descent(self.module.parameters(), self)}
         if row:
-            exec(f"def {row['hook']}:\n    note()\n    return {returns}", self.names)
+            exec(f"def {row['gets']}:\n    note()\n    return {returns}", self.names)
         self.run(removed)
 
     def note(self):
@@ -80,7 +81,7 @@ class Step:
         self.register(removed, early=True)
         output = self.names["tensor"] = self.module(self.x)
         self.names["node"] = output.grad_fn
-        if self.row and self.row.get("comes_off") == "with" and not removed:
+        if self.row and self.row["handle"] == "with" and not removed:
             self.registration.__exit__(None, None, None)
         self.register(removed, early=False)
         output.sum().backward()
@@ -95,7 +96,7 @@ class Step:
         if not self.row or early == self.row["call"].startswith(("tensor.", "node.")):
             return
         self.registration = eval(self.row["call"], self.names)
-        if self.row.get("comes_off") == "with":
+        if self.row["handle"] == "with":
             self.registration.__enter__()
             if removed:
                 self.registration.__exit__(None, None, None)
@@ -104,7 +105,7 @@ class Step:
 
 
 def each_hook(test):
-    return pytest.mark.parametrize("row", HOOKS, ids=lambda row: row["name"]["en"])(test)
+    return pytest.mark.parametrize("row", HOOKS, ids=lambda row: row["called"]["en"])(test)
 
 
 @each_hook
@@ -135,13 +136,14 @@ def test_a_hook_that_came_off_does_not_fire(row):
 def test_the_cheat_sheet_has_the_hooks_of_the_map_in_the_order_of_the_map():
     start = notebook_form.cells(notebook_form.read(notebook_form.NOTEBOOKS / "00_start_here.ipynb"))
     (printed,) = (cell.outputs[0].text for cell in start if cell.id == "map-backward")
-    assert [row["name"]["en"] for row in HOOKS] == re.findall(r"^ ?\d+ (.+)$", printed, re.MULTILINE)
+    assert [row["sheet"] for row in HOOKS] == list(range(1, 14))
+    assert [row["called"]["en"] for row in HOOKS] == re.findall(r"^ ?\d+ (.+)$", printed, re.MULTILINE)
 
 
 @each_hook
 def test_a_row_says_the_same_in_both_languages_and_leads_to_a_section(row):
-    for field in ("name", "fires", "may_return", "trap"):
-        zh, en = row[field]["zh"], row[field]["en"]
+    for text in (row["called"], row["fires"], atlas.may_return(row), row["trap"]):
+        zh, en = text["zh"], text["en"]
         assert HAN.search(zh)
         assert not HAN.search(en)
         assert sorted(SPAN.findall(zh)) == sorted(SPAN.findall(en))

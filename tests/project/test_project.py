@@ -27,6 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *notebook_form.NOTEBOOKS.glob("*.md"), *ROOT.glob("docs/*.md")])
 # Of each, `name.md` and `name.zh-CN.md` say the same, each in its language.
 IN_TWO_LANGUAGES = ["README", "CONTRIBUTING", "docs/install", "docs/teaching", "docs/regression"]
+PAIRS = [*IN_TWO_LANGUAGES, "docs/atlas"]
 SLIDES = SlidesExporter()  # what `jupyter nbconvert --to slides` runs
 MAPS = {"en": notebook_form.NOTEBOOKS / "images/hook_map.svg", "zh": notebook_form.NOTEBOOKS / "images/hook_map.zh.svg"}
 CHAPTERS = {path.stem for path in notebook_form.paths()}
@@ -97,7 +98,7 @@ def test_the_readme_is_read_in_three_minutes_and_leads_to_the_pages_that_say_mor
         assert f"]({name}.zh-CN.md)" in (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", IN_TWO_LANGUAGES)
+@pytest.mark.parametrize("name", PAIRS)
 def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(name):
     english, chinese = ((ROOT / f"{name}{end}").read_text(encoding="utf-8") for end in (".md", ".zh-CN.md"))
     assert "](" + Path(f"{name}.zh-CN.md").name + ")" in english
@@ -112,7 +113,7 @@ def test_the_two_languages_of_a_document_show_the_same_commands_and_sections(nam
         assert len(left) > (10 if name in {"README", "CONTRIBUTING"} else 0), pattern
 
 
-@pytest.mark.parametrize("name", IN_TWO_LANGUAGES)
+@pytest.mark.parametrize("name", PAIRS)
 def test_the_english_of_a_document_has_none_of_the_words_that_are_out(name):
     text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
     assert {
@@ -221,7 +222,7 @@ def test_the_map_of_hooks_is_what_the_notebook_observed(language):
     assert observed.splitlines() == [
         f"{number:>2} {name}" for name, number in sorted(dots, key=lambda dot: int(dot[1]))
     ]
-    assert sorted(labels) == sorted(hook["name"][language] for hook in reference_pages.hooks())
+    assert sorted(labels) == sorted(hook["called"][language] for hook in reference_pages.hooks())
 
 
 @pytest.mark.parametrize("language", MAPS)
