@@ -35,7 +35,8 @@ nb_code_prompt_show = say("先猜，再点开看结果", "Guess first, then clic
 nb_code_prompt_hide = say("结果", "What happens")
 myst_enable_extensions = ["dollarmath", "attrs_block", "attrs_inline"]
 myst_heading_anchors = 3
-suppress_warnings = ["codeautolink.match_name", "epub.unknown_project_files"]
+# A message with a backtick is no Python, and is shown without colours.
+suppress_warnings = ["codeautolink.match_name", "epub.unknown_project_files", "misc.highlighting_failure"]
 add_module_names = False
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"

@@ -137,10 +137,13 @@ def finite(model: nn.Module) -> Finite:
     Example:
         >>> from torch import ones
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-        >>> with finite(model):
-        ...     model(ones(2, 4) / 0)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        hooklab.models.finite_flags.NotFinite: inf or NaN in forward: the layer '0' returned it ...
+        >>> model[0].weight.data[0] = float("inf")
+        >>> try:
+        ...     with finite(model):
+        ...         model(ones(2, 4))
+        ... except NotFinite as error:
+        ...     print(error.layer, error.inputs_finite)
+        0 True
 
     Limits: docs/limits.md#finite.
     Source: [`Node.register_hook`](https://docs.pytorch.org/docs/stable/generated/torch.autograd.graph.Node.register_hook.html).
