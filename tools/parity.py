@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import notebook_form
 import reference_pages
@@ -24,6 +26,19 @@ WORDS = {
     "en": {"fires": "fires", "silent": "**silent**", "not": "—", "times": "{}×", "tracing": "{} ({}× in tracing)"},
     "zh": {"fires": "触发", "silent": "**不触发**", "not": "—", "times": "{} 次", "tracing": "{}（追踪时 {} 次）"},
 }
+
+
+class Kind(NamedTuple):
+    """A kind of hook: what it is called in both languages, and the call that registers it."""
+
+    zh: str
+    en: str
+    call: str
+
+
+def kinds() -> list[Kind]:
+    """Those of the cheat sheet."""
+    return [Kind(**row["name"], call=row["call"]) for row in reference_pages.hooks()]
 
 
 def stored() -> dict:
@@ -51,14 +66,17 @@ def store(observed: dict[str, dict[str, str]]) -> None:
 def two_processes(script: Path, *args: str, limit_s: float = LIMIT_S) -> None:
     """Run a script in two processes that talk with each other; none of them is left when this returns or raises."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TOOLS), str(notebook_form.ROOT)])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *args]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as runs:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    to_pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*launch, str(script), *args], env=environment, **to_pipe) as runs:
         try:
             said, _ = runs.communicate(timeout=limit_s)
         except BaseException:
-            # Asked to end, it ends its workers; killed, it would leave them to their own limit.
+            # Asked to end, it ends its workers first; killed, it leaves them to their own limit.
             runs.terminate()
-            runs.communicate(timeout=60)
+            with suppress(subprocess.TimeoutExpired):
+                runs.communicate(timeout=60)
+            runs.kill()
             raise
     if runs.returncode:
         raise RuntimeError(f"{script.name} failed:\n{said}")
@@ -91,9 +109,9 @@ def tables(language: str) -> str:
         notes = [note for note in table["notes"] if {place["id"] for place in columns} & set(note["columns"])]
         lines = ["| | " + " | ".join(column["name"][language] for column in columns) + " |"]
         lines.append("|" + "---|" * (len(columns) + 1))
-        for row in reference_pages.hooks():
-            cells = [_cell(table["observed"], column["id"], row["name"]["en"], notes, language) for column in columns]
-            lines.append(f"| {row['name'][language]} | {' | '.join(cells)} |")
+        for kind in kinds():
+            cells = [_cell(table["observed"], column["id"], kind.en, notes, language) for column in columns]
+            lines.append(f"| {getattr(kind, language)} | {' | '.join(cells)} |")
         done = [f"- {column['name'][language]}{': ' if language == 'en' else '：'}{column['did'][language]}"
                 for column in columns]  # fmt: skip
         said = [f"{number}. {note[language]}" for number, note in enumerate(notes, start=1)]
@@ -124,7 +142,7 @@ def main() -> None:
 
     if other_torch():
         sys.exit(f"the table is of PyTorch {STORED_TORCH}, and this is another")
-    observed = {name: parity_probes.column(probe, reference_pages.hooks()) for name, probe in parity_probes.PROBES.items()}
+    observed = {name: parity_probes.column(probe) for name, probe in parity_probes.PROBES.items()}
     observed |= observed_by_two()
     print(*differences(observed), sep="\n")
     store(observed)

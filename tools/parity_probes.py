@@ -7,12 +7,13 @@ training step. What it returns is how often the hook has fired in that step.
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from parity import Kind, kinds
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,71 +30,57 @@ def count_and_pass(value):
     return value
 
 
-def just_pass(value):
-    return value
-
-
-class NoNode(Exception):
-    """The result has no Node on which a hook could hang."""
-
-
 class Trial:
     """A small model with its optimizer, and one kind of hook that counts how often it fires."""
 
-    def __init__(self, row: dict):
+    def __init__(self, kind: Kind):
         torch.manual_seed(0)
-        self.call, self.kind, self.is_context = row["call"], row["name"]["en"], row.get("comes_off") == "with"
+        self.kind = kind
         self.model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
         self.around: Any = nullcontext()
-        self.optimizer: Any = None
-        self.of_each_node = False
-        self.in_tracing = 0
+        self.of_each_node, self.in_tracing = False, 0
+
+    @cached_property
+    def optimizer(self) -> Any:
+        # Made when it is needed: fully_shard puts other parameters into the model.
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def hang(self, *, at: str = "0.0") -> None:
         """Hang the hook; a Node lives for one forward pass, so its hook is hung on the result of each one to come."""
-        if self.call.startswith("node."):
+        if self.kind.call.startswith("node."):
             self.of_each_node = True
-        elif self.is_context:
-            self.around = eval(self.call, self._names(at))
-        else:
-            eval(self.call, self._names(at))
+            return
+        part = self.model.get_submodule
+        weight, other = part("0.0").weight, part("1").weight
+        names = {"module": part(at), "tensor": weight, "parameter": weight, "tensors": [weight, other], "hook": count}
+        names |= {"graph": torch.autograd.graph, "optimizer": self.optimizer}
+        names |= {"pack": lambda tensor: tensor, "unpack": lambda packed: packed} | {self.kind.en: count_and_pass}
+        registered = eval(self.kind.call, names)
+        # The handles of the others can be entered, too: at the end of the block they would take the hook off.
+        if isinstance(registered, torch.autograd.graph.saved_tensors_hooks):
+            self.around = registered
 
-    def make(self, maker: Callable) -> Any:
-        """What `maker` makes of the model; how often the hook fires meanwhile is noted."""
+    def trace(self, tracer: Callable) -> Any:
+        """What `tracer` makes of the model; how often the hook fires meanwhile is noted."""
         FIRED.clear()
         with self.around:
-            made = maker(self.model)
+            traced = tracer(self.model)
         self.in_tracing = len(FIRED)
-        return made
+        return traced
 
-    def step(self, forward: Callable, update: Callable | None = None) -> int:
-        """Run one training step: how often has the hook fired?"""
+    def step(self, forward: Callable, update: Callable | None = None) -> int | None:
+        """Run one training step: how often has the hook fired? None where there is nothing to hang it on."""
         FIRED.clear()
         with self.around:
             output = forward(torch.ones(3, 2, requires_grad=True))
         if self.of_each_node:
             if output.grad_fn is None:
-                raise NoNode
-            eval(self.call, {"node": output.grad_fn, "hook": count})
+                return None
+            eval(self.kind.call, {"node": output.grad_fn, "hook": count})
         if output.requires_grad:
             output.sum().backward()
-        self.with_optimizer()
         (update or self.optimizer.step)()
         return len(FIRED)
-
-    def with_optimizer(self) -> Any:
-        # Made late: fully_shard puts other parameters into the model.
-        self.optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return self.optimizer
-
-    def _names(self, at: str) -> dict[str, Any]:
-        weight = self.model.get_submodule("0.0").weight
-        names = {"module": self.model.get_submodule(at), "tensor": weight, "parameter": weight, "hook": count}
-        names |= {"graph": torch.autograd.graph, "tensors": [weight, self.model.get_submodule("1").weight]}
-        names |= {name: count_and_pass if name == self.kind else just_pass for name in ("pack", "unpack")}
-        if self.call.startswith("optimizer."):
-            names["optimizer"] = self.with_optimizer()
-        return names
 
 
 def eager(trial):
@@ -103,20 +90,17 @@ def eager(trial):
 
 
 def compiled(trial, hung):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     forward = torch.compile(trial.model, backend="aot_eager")
     # The update is compiled where it has a hook; elsewhere it would only cost time.
-    of_update = trial.call.startswith("optimizer.")
-    update = torch.compile(trial.with_optimizer().step, backend="aot_eager") if of_update else None
+    of_update = trial.kind.call.startswith("optimizer.")
+    update = torch.compile(trial.optimizer.step, backend="aot_eager") if of_update else None
     if hung == "before":
         trial.hang()
     trial.step(forward, update)
     if hung == "after":
         trial.hang()
-    try:
-        return trial.step(forward, update)
-    finally:
-        torch._dynamo.reset()
+    return trial.step(forward, update)
 
 
 def checkpointed(trial, use_reentrant):
@@ -126,17 +110,16 @@ def checkpointed(trial, use_reentrant):
 
 def traced(trial, at):
     trial.hang(at=at)
-    return trial.step(trial.make(torch.fx.symbolic_trace))
-
-
-def export(model):
-    return torch.export.export(model, (torch.ones(3, 2, requires_grad=True),)).module()
+    return trial.step(trial.trace(torch.fx.symbolic_trace))
 
 
 def exported(trial, hung):
+    def export(model):
+        return torch.export.export(model, (torch.ones(3, 2, requires_grad=True),)).module()
+
     if hung == "before":
         trial.hang()
-        return trial.step(trial.make(export))
+        return trial.step(trial.trace(export))
     trial.model = export(trial.model)
     trial.hang()
     return trial.step(trial.model)
@@ -162,15 +145,11 @@ def per_sample(trial):
 
 def copied(trial, by):
     trial.hang()
-    hooked = [trial.model, trial.with_optimizer()]
+    hooked = [trial.model, trial.optimizer]
     if trial.of_each_node:
         hooked.append(trial.model(torch.ones(3, 2)).grad_fn)
     trial.model, trial.optimizer, *_ = by(hooked)
     return trial.step(trial.model)
-
-
-def through_pickle(thing):
-    return pickle.loads(pickle.dumps(thing))
 
 
 def parallel(trial, hung):
@@ -197,7 +176,8 @@ def sharded(trial, hung):
     return trial.step(trial.model)
 
 
-PROBES: dict[str, Callable[[Trial], int]] = {
+Probe = Callable[[Trial], int | None]
+PROBES: dict[str, Probe] = {
     "eager": eager,
     "compile_before": partial(compiled, hung="before"),
     "compile_after": partial(compiled, hung="after"),
@@ -211,9 +191,9 @@ PROBES: dict[str, Callable[[Trial], int]] = {
     "vmap": vmapped,
     "vmap_grad": per_sample,
     "deepcopy": partial(copied, by=copy.deepcopy),
-    "pickle": partial(copied, by=through_pickle),
+    "pickle": partial(copied, by=lambda hooked: pickle.loads(pickle.dumps(hooked))),
 }
-TWO_PROCESSES: dict[str, Callable[[Trial], int]] = {
+TWO_PROCESSES: dict[str, Probe] = {
     "ddp_before": partial(parallel, hung="before"),
     "ddp_after": partial(parallel, hung="after"),
     "fsdp_before": partial(sharded, hung="before"),
@@ -221,20 +201,20 @@ TWO_PROCESSES: dict[str, Callable[[Trial], int]] = {
 }
 
 
-def observe(probe: Callable[[Trial], int], row: dict) -> str:
+def observe(probe: Probe, kind: Kind) -> str:
     """What has become of this kind of hook, in a few words."""
-    trial = Trial(row)
+    trial = Trial(kind)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             times = probe(trial)
-    except NoNode:
-        return "not applicable"
     except Exception as error:
         return f"refused {type(error).__name__}"
+    if times is None:
+        return "not applicable"
     also = f", {trial.in_tracing} in tracing" if trial.in_tracing else ""
     return (f"fires {times}" if times else "silent") + also
 
 
-def column(probe: Callable[[Trial], int], rows: Iterable[dict]) -> dict[str, str]:
-    return {row["name"]["en"]: observe(probe, row) for row in rows}
+def column(probe: Probe) -> dict[str, str]:
+    return {kind.en: observe(probe, kind) for kind in kinds()}
