@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
 def kinds() -> list[Kind]:
     """Those of the cheat sheet."""
-    return [Kind(**row["name"], call=row["call"]) for row in reference_pages.hooks()]
+    return [Kind(**(row.get("called") or row["name"]), call=row["call"]) for row in reference_pages.hooks()]
 
 
 def stored() -> dict:
