@@ -26,6 +26,12 @@ WORDS = {
     "en": {"fires": "fires", "silent": "**silent**", "not": "—", "times": "{}×", "tracing": "{} ({}× in tracing)"},
     "zh": {"fires": "触发", "silent": "**不触发**", "not": "—", "times": "{} 次", "tracing": "{}（追踪时 {} 次）"},
 }
+LEGEND = {
+    "en": "In one training step. **fires**: as often as in eager; **2×**: that often; **silent**: never, and no error;\n"
+    "a type: this error; —: there is nothing to hang it on.",
+    "zh": "在一步训练里。**触发**：次数与直接调用时相同；**2 次**：就是这个次数；**不触发**：一次也没有，也不报错；\n"
+    "写着类型的：报这个错；—：没有可挂的地方。",
+}
 
 
 class Kind(NamedTuple):
@@ -57,8 +63,8 @@ def store(observed: dict[str, dict[str, str]]) -> None:
     for column, seen in observed.items():
         lines.append(f"  {column}:\n")
         for words in dict.fromkeys(seen.values()):
-            kinds = [kind for kind, found in seen.items() if found == words]
-            lines.append(f"    {words}: [{', '.join(kinds)}]\n")
+            alike = [kind for kind, found in seen.items() if found == words]
+            lines.append(f"    {words}: [{', '.join(alike)}]\n")
     by_hand = PATH.read_text(encoding="utf-8").partition(OBSERVED)[0]
     PATH.write_text(by_hand + OBSERVED + "".join(lines), encoding="utf-8")
 
@@ -102,8 +108,7 @@ def differences(observed: dict[str, dict[str, str]]) -> list[str]:
 
 def tables(language: str) -> str:
     """For each group of columns a table with a row for each kind of hook, what was done, and the notes."""
-    table = stored()
-    parts = []
+    table, parts = stored(), [LEGEND[language]]
     for group, title in table["groups"].items():
         columns = [column for column in table["columns"] if column["group"] == group]
         notes = [note for note in table["notes"] if {place["id"] for place in columns} & set(note["columns"])]
