@@ -81,6 +81,11 @@ def rows() -> list[dict]:
     return [row for group in groups() for row in group["rows"]]
 
 
+def on_the_sheet() -> list[dict]:
+    """The 13 of the cheat sheet, in the order of the map in notebook 00."""
+    return sorted((row for row in rows() if "sheet" in row), key=lambda row: row["sheet"])
+
+
 def may_return(row: dict) -> dict[str, str]:
     return row.get("may_return", RETURNED[row["returned"]])
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import atlas
 import notebook_form
-import reference_pages
 import yaml
 
 PATH = notebook_form.NOTEBOOKS / "parity.yml"
@@ -26,6 +26,7 @@ WORDS = {
     "en": {"fires": "fires", "silent": "**silent**", "not": "—", "times": "{}×", "tracing": "{} ({}× in tracing)"},
     "zh": {"fires": "触发", "silent": "**不触发**", "not": "—", "times": "{} 次", "tracing": "{}（追踪时 {} 次）"},
 }
+HEADING = {"en": "## Where the 13 kinds of hooks survive", "zh": "## 13 种钩子在哪里还触发"}
 LEGEND = {
     "en": "In one training step. **fires**: as often as in eager; **2×**: that often; **silent**: never, and no error;\n"
     "a type: this error; —: there is nothing to hang it on.",
@@ -44,7 +45,7 @@ class Kind(NamedTuple):
 
 def kinds() -> list[Kind]:
     """Those of the cheat sheet."""
-    return [Kind(**(row.get("called") or row["name"]), call=row["call"]) for row in reference_pages.hooks()]
+    return [Kind(**row["called"], call=row["call"]) for row in atlas.on_the_sheet()]
 
 
 def stored() -> dict:
@@ -104,6 +105,11 @@ def differences(observed: dict[str, dict[str, str]]) -> list[str]:
         for kind in dict.fromkeys([*before.get(column, {}), *seen])
         if before.get(column, {}).get(kind) != seen.get(kind)
     ]
+
+
+def page(language: str) -> str:
+    """docs/atlas.md as a whole: every name, then where the 13 kinds of the cheat sheet survive."""
+    return f"{atlas.page(language)}\n{HEADING[language]}\n\n{tables(language)}"
 
 
 def tables(language: str) -> str:

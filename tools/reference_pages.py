@@ -84,18 +84,13 @@ The words of the course in both languages, each with the notebook that uses it f
 """
 
 
-def hooks() -> list[dict]:
-    """The rows of the atlas that stand on the cheat sheet, in the order of the map in notebook 00."""
-    return sorted((row for row in atlas.rows() if "sheet" in row), key=lambda row: row["sheet"])
-
-
 @cache
 def calls() -> list[dict]:
     return yaml.safe_load((notebook_form.NOTEBOOKS / "calls.yml").read_text(encoding="utf-8"))
 
 
 def cheatsheet(language: str) -> str:
-    rows = [_row(hook, language) for hook in hooks()]
+    rows = [_row(hook, language) for hook in atlas.on_the_sheet()]
     limits = f"limits{'.zh-CN' if language == 'zh' else ''}.md"
     lines = [
         f"| [`{call['call']}`]({limits}#{call['limits']}) | {call['gives'][language]} | {STAYS[call.get('stays')][language]} |\n"

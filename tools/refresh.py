@@ -21,6 +21,7 @@ import atlas
 import nbformat
 import notebook_form
 import outline
+import parity
 import questions
 import reference_pages
 import sources_table
@@ -57,7 +58,7 @@ def pages() -> dict[Path, str]:
         outline.PATH: outline.outline(),
         **{page: questions.page(language) for language, page in questions.PATHS.items()},
         **{page: reference_pages.cheatsheet(language) for language, page in reference_pages.CHEATSHEETS.items()},
-        **{page: atlas.page(language) for language, page in atlas.PATHS.items()},
+        **{page: parity.page(language) for language, page in atlas.PATHS.items()},
         reference_pages.GLOSSARY: reference_pages.glossary(),
     }
 

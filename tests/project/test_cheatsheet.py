@@ -14,7 +14,7 @@ from torch import nn
 
 import hooklab
 
-HOOKS = reference_pages.hooks()
+HOOKS = atlas.on_the_sheet()
 
 
 class Multiply(torch.autograd.Function):

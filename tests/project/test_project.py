@@ -7,11 +7,11 @@ import tomllib
 from html import unescape
 from pathlib import Path
 
+import atlas
 import nbformat
 import notebook_form
 import picture_rules
 import pytest
-import reference_pages
 import sources_table
 import yaml
 from nbconvert import ScriptExporter, SlidesExporter
@@ -222,7 +222,7 @@ def test_the_map_of_hooks_is_what_the_notebook_observed(language):
     assert observed.splitlines() == [
         f"{number:>2} {name}" for name, number in sorted(dots, key=lambda dot: int(dot[1]))
     ]
-    assert sorted(labels) == sorted(hook["called"][language] for hook in reference_pages.hooks())
+    assert sorted(labels) == sorted(hook["called"][language] for hook in atlas.on_the_sheet())
 
 
 @pytest.mark.parametrize("language", MAPS)
