@@ -1,7 +1,8 @@
 """Answers to the exercises of notebook 43: wrong ones by the name of their refusal, and right ones."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -31,91 +32,82 @@ def by_counter(module, query, key):
 # ---- 43.B: own seconds by class ----
 
 
-def _timed(model, run, clock, name=lambda module: type(module).__name__, always_call=True, remove=True):
-    """The solution with a few things to turn."""
-    running, own, handles = [], defaultdict(float), []
-
-    def begin(module, args):
-        running.append([clock(), 0])
-
-    def end(module, args, output):
-        start, inside = running.pop()
-        whole = clock() - start
-        own[name(module)] += whole - inside
-        if running:
-            running[-1][1] += whole
-
+@contextmanager
+def _around(model, begin, end, always_call=True, remove=True):
+    handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(begin))
         handles.append(module.register_forward_hook(end, always_call=always_call))
     try:
-        run()
+        yield
     finally:
         for handle in handles if remove else ():
             handle.remove()
-    return dict(own)
 
 
-def _inclusive(model, run, clock, key=lambda module: type(module).__name__, add=True, start_at=None):
-    """One start time per key; a dictionary from the key to the seconds between."""
-    start, spent = {}, defaultdict(float)
-
-    def begin(module, args):
-        start[key(module)] = clock()
-
-    def end(module, args, output):
-        seconds = clock() - (start[key(module)] if start_at is None else start_at)
-        spent[key(module)] = seconds + (spent[key(module)] if add else 0)
-
-    handles = []
-    for module in model.modules():
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return dict(spent)
+def _class(module):
+    return type(module).__name__
 
 
-def _subtracted(model, spent, inside):
-    """By module: the seconds without those of the modules that `inside` names."""
-    own = defaultdict(float)
-    for module in spent:
-        own[type(module).__name__] += spent[module] - sum(spent.get(other, 0) for other in inside(module))
-    return dict(own)
-
-
-def by_module_and_children(model, run, clock):
-    spent = _inclusive(model, run, clock, key=lambda module: module)
-    return _subtracted(model, spent, lambda module: [c for part in module.children() for c in part.children()])
-
-
-def without_all_inside(model, run, clock):
-    spent = _inclusive(model, run, clock, key=lambda module: module)
-    return _subtracted(model, spent, lambda module: [*module.modules()][1:])
-
-
-def last_call_only(model, run, clock):
-    own, running, handles = {}, [], []
+def _timed(model, run, clock, name=_class, add=True, start_by=None, **options):
+    """By a stack. `add`: calls are added up; `start_by`: one start for each module, or for each class."""
+    running, own, start = [], defaultdict(float), {}
 
     def begin(module, args):
-        running.append([clock(), 0])
+        key = len(running) if start_by is None else start_by(module)
+        start[key] = clock()
+        running.append([key, 0])
 
     def end(module, args, output):
-        start, inside = running.pop()
-        own[type(module).__name__] = clock() - start - inside
+        key, inside = running.pop()
+        whole = clock() - start[key]
+        named = name(module)
+        own[named] = whole - inside + (own[named] if add else 0)
         if running:
-            running[-1][1] += clock() - start
+            running[-1][1] += whole
 
-    for module in model.modules():
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-    try:
+    with _around(model, begin, end, **options):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return own
+    return dict(own)
+
+
+def _inclusive(model, run, clock, start=None):
+    """By module, from its pre-hook (or from `start`) to its hook."""
+    starts, spent = {}, defaultdict(float)
+
+    def begin(module, args):
+        starts[module] = clock() if start is None else start
+
+    def end(module, args, output):
+        spent[module] += clock() - starts[module]
+
+    with _around(model, begin, end):
+        run()
+    return spent
+
+
+def _by_class(seconds):
+    total = defaultdict(float)
+    for module, spent in seconds.items():
+        total[_class(module)] += spent
+    return dict(total)
+
+
+def minus_children(model, run, clock):
+    spent = _inclusive(model, run, clock)
+    return _by_class({one: spent[one] - sum(spent.get(part, 0) for part in one.children()) for one in [*spent]})
+
+
+def minus_all_inside(model, run, clock):
+    spent = _inclusive(model, run, clock)
+    return _by_class({one: spent[one] - sum(spent.get(part, 0) for part in [*one.modules()][1:]) for one in [*spent]})
+
+
+def minus_the_next_level(model, run, clock):
+    """Looks through the lists, in which `minus_children` finds nothing."""
+    spent = _inclusive(model, run, clock)
+    parts = {one: [part for between in one.children() for part in between.children()] for one in spent}
+    return _by_class({one: spent[one] - sum(spent.get(part, 0) for part in parts[one]) for one in [*spent]})
 
 
 def first_call_only(model, run, clock):
@@ -123,79 +115,36 @@ def first_call_only(model, run, clock):
     seen = set()
 
     def name(module):
-        key = type(module).__name__
         known = module in seen and not list(module.children())
         seen.add(module)
-        return "" if known else key
+        return "twice" if known else _class(module)
 
     found = _timed(model, run, clock, name)
-    found.pop("", None)
+    found.pop("twice", None)
     return found
 
 
-def one_start_for_a_class(model, run, clock):
-    """Own times by a stack, from a start that is kept by class."""
-    start, running, own, handles = {}, [], defaultdict(float), []
+def averages(model, run, clock):
+    calls = Counter()
 
-    def begin(module, args):
-        start[type(module)] = clock()
-        running.append(0)
+    def count(module, args, output):
+        calls[_class(module)] += 1
 
-    def end(module, args, output):
-        whole = clock() - start[type(module)]
-        own[type(module).__name__] += max(whole - running.pop(), 0)
-        if running:
-            running[-1] += whole
-
-    for module in model.modules():
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: min(seconds, 10) for name, seconds in own.items()} | ({"Net": 2} if "Net" in own else {})
+    with _around(model, lambda module, args: None, count):
+        found = seconds_by_type(model, run, clock)
+    return {name: seconds / calls[name] for name, seconds in found.items()}
 
 
-def one_start_for_a_module(model, run, clock):
-    start, running, own, handles = {}, [], defaultdict(float), []
-
-    def begin(module, args):
-        start[module] = clock()
-        running.append(0)
-
-    def end(module, args, output):
-        whole = clock() - start[module]
-        own[type(module).__name__] += whole - running.pop()
-        if running:
-            running[-1] += whole
-
-    for module in model.modules():
-        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return dict(own)
+def the_rest_is_the_models(model, run, clock):
+    begin = clock()
+    found = seconds_by_type(model, run, clock)
+    found.pop(_class(model), None)
+    return {**found, _class(model): clock() - begin - sum(found.values())}
 
 
 def running_twice(model, run, clock):
     run()
     return seconds_by_type(model, run, clock)
-
-
-def runs_the_model(model, run, clock):
-    """Runs what it is given, and then a layer of the model once more by itself."""
-
-    def both():
-        run()
-        if len(model.state_dict()) == 0 and not both.ran:
-            both.ran = True
-
-    both.ran = False
-    found = seconds_by_type(model, both, clock)
-    return found if "Net" in found else {**found, "Net": 2.0}
 
 
 def swallows(model, run, clock):
@@ -206,11 +155,8 @@ def swallows(model, run, clock):
 
 
 def hooks_stay_after_an_error(model, run, clock):
-    handles = []
-
     def noting():
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(lambda module, args: None))
+        handles = [module.register_forward_pre_hook(lambda module, args: None) for module in model.modules()]
         run()
         for handle in handles:
             handle.remove()
@@ -226,18 +172,16 @@ def clears_the_tables(model, run, clock):
 
 
 def by_default(model, run, clock, own={}):  # noqa: B006
-    for name, seconds in seconds_by_type(model, run, clock).items():
-        own[name] = seconds
-    return own if len(own) == 3 else {**own} if "Again" in own else {"Block": 2, "Work": 4}
+    own |= seconds_by_type(model, run, clock)
+    return own
 
 
 def with_spare(model, run, clock):
-    return {**{type(module).__name__: 0 for module in model.modules()}, **seconds_by_type(model, run, clock)}
+    return {**{_class(module): 0 for module in model.modules()}, **seconds_by_type(model, run, clock)}
 
 
 def by_module_name(model, run, clock):
-    names = {module: name for name, module in model.named_modules()}
-    return _timed(model, run, clock, names.get)
+    return _timed(model, run, clock, {module: name for name, module in model.named_modules()}.get)
 
 
 WRONG = {
@@ -265,16 +209,17 @@ WRONG = {
         "module_names": by_module_name,
         "not_called": with_spare,
         "other_clock": lambda model, run, clock: seconds_by_type(model, run, time.perf_counter),
-        "absolute": partial(_inclusive, start_at=0),
-        "inclusive": _inclusive,
-        "grandchildren": without_all_inside,
-        "last_call": last_call_only,
+        "absolute": lambda *given: _by_class(_inclusive(*given, start=0)),
+        "inclusive": minus_children,
+        "grandchildren": minus_all_inside,
+        "negative": minus_the_next_level,
+        "last_call": partial(_timed, add=False),
         "shared_once": first_call_only,
-        "nested_class": one_start_for_a_class,
-        "wrong_seconds": by_module_and_children,
-        "ran_the_model": runs_the_model,
+        "nested_class": partial(_timed, start_by=type),
+        "wrong_seconds": averages,
+        "ran_the_model": the_rest_is_the_models,
         "from_before": by_default,
-        "calls_itself": one_start_for_a_module,
+        "calls_itself": partial(_timed, start_by=lambda module: module),
         "error_inside": partial(_timed, always_call=False),
         "hooks_left": partial(_timed, remove=False),
         "removed_others": clears_the_tables,
@@ -284,29 +229,9 @@ WRONG = {
 }
 
 
-class Stopwatch:
-    """A right answer as a class, with one stack of entries that know their module."""
-
-    __slots__ = ("clock", "own", "running")
-
-    def __init__(self, clock):
-        self.clock, self.running, self.own = clock, [], defaultdict(float)
-
-    def begin(self, module, args, kwargs):
-        self._charge()
-        self.running.append(module)
-
-    def end(self, module, args, kwargs, output):
-        self._charge()
-        self.running.pop()
-
-    def _charge(self):
-        raise NotImplementedError
-
-
 def by_charging_the_innermost(model, run, clock):
     """At every event, what has passed goes to the module that is running."""
-    running, own, last, handles = [], defaultdict(float), [clock()], []
+    running, own, last, handles = [], defaultdict(float), [0], []
 
     def charge():
         if running:
@@ -333,7 +258,7 @@ def by_charging_the_innermost(model, run, clock):
 
 
 ALSO_WRONG = [
-    ("43.B", "error_inside", lambda model, run, clock: dict(_timed(model, run, clock, always_call=False))),
+    ("43.B", "inclusive", lambda *given: _by_class(_inclusive(*given))),
 ]
 
 RIGHT = [
