@@ -117,7 +117,7 @@ def _examine_counts(answer, model, batches, names, foreign):
         refuse("changed_output")
     refuse_from_before(got, model, foreign)
     if other := [name for name in got if name not in names]:
-        refuse("other_layers", name=other[0])
+        refuse("other_layers", name=other[0] or "''")
     if missing := [name for name in sorted(names) if name not in got]:
         refuse("missing_layer", name=missing[0])
     for name in sorted(names):
