@@ -215,10 +215,7 @@ def _recurrent():
 
 def _step(model, optimizer, x):
     optimizer.zero_grad()
-    if isinstance(model, nn.ModuleDict):
-        y = model["head"](model["cell"](x.double()))
-    else:
-        y = model(x)
+    y = model["head"](model["cell"](x.double())) if isinstance(model, nn.ModuleDict) else model(x)
     (y - 1).square().sum().backward()
     optimizer.step()
 

@@ -144,7 +144,9 @@ def lists_them(model, batches):
 
 def without_the_places(model, batches):
     """Ready for (batch, units) only."""
-    return {name: [int(one.sum()) for one in (torch.cat(o) == 0).all(0)] for name, o in _outputs(model, batches).items()}
+    return {
+        name: [int(one.sum()) for one in (torch.cat(o) == 0).all(0)] for name, o in _outputs(model, batches).items()
+    }
 
 
 # ---- 41.B: how far does each step move a weight? ----
@@ -223,7 +225,7 @@ def decays(param, before, optimizer):
 
 
 def clears_the_optimizer(model, optimizer):
-    log, handles = log_ratios(model, optimizer)
+    log, _ = log_ratios(model, optimizer)
 
     class Handle:
         def remove(self):
@@ -268,7 +270,9 @@ WRONG = {
         "over_new": _logged(lambda param, before, optimizer: _true(before, param.detach(), optimizer)),
         "norms_only": _logged(lambda p, before, optimizer: (p.detach().norm() / before.norm() - 1).abs().item()),
         "since_start": since_the_start,
-        "wrong_ratio": _logged(lambda p, before, optimizer: ((p.detach() - before).abs().mean() / before.abs().mean()).item()),
+        "wrong_ratio": _logged(
+            lambda p, before, optimizer: ((p.detach() - before).abs().mean() / before.abs().mean()).item()
+        ),
         "moved_weights": _logged(decays),
         "not_removed": lambda model, optimizer: (log_ratios(model, optimizer)[0], []),
         "removed_others": clears_the_optimizer,
@@ -283,7 +287,9 @@ def by_the_tool(model, batches):
 def by_sums(model, batches):
     """What ReLU returns is never below 0, so a sum of 0 is all zeros."""
     outputs = _outputs(model, batches)
-    return {name: int((sum(o.transpose(0, 1).flatten(1).sum(1) for o in all_) == 0).sum()) for name, all_ in outputs.items()}
+    return {
+        name: int((sum(o.transpose(0, 1).flatten(1).sum(1) for o in all_) == 0).sum()) for name, all_ in outputs.items()
+    }
 
 
 def by_updates(model, optimizer):
