@@ -12,7 +12,8 @@ from hooklab.course.checks.models import Before, fails, refuse_hooks
 
 
 def dead_units(model, batches):
-    alive, handles = {}, []
+    alive: dict[str, Tensor] = {}
+    handles = []
 
     def watch(name):
         def hook(module, args, output):
@@ -39,7 +40,8 @@ class _Given(nn.Module):
 
     def __init__(self, fails: bool = False, **parts: nn.Module) -> None:
         super().__init__()
-        self.fails, self.outputs = fails, []
+        self.fails = fails
+        self.outputs: list[Tensor] = []
         for name, part in parts.items():
             self.add_module(name, part)
 
@@ -131,13 +133,15 @@ def _look(*args):
 def _outputs(model, batches):
     """What each ReLU returns, batch by batch, by the name of the layer."""
     found: dict[str, list[Tensor]] = {}
-    handles = [
-        module.register_forward_hook(
-            lambda module, args, output, name=name: found.setdefault(name, []).append(output.clone()) and None
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ReLU)
-    ]
+
+    def keep(name):
+        def hook(module, args, output):
+            found.setdefault(name, []).append(output.clone())
+
+        return hook
+
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ReLU)]
+    handles = [module.register_forward_hook(keep(name)) for name, module in layers]
     for batch in batches:
         model(batch.clone())
     for handle in handles:
@@ -168,7 +172,8 @@ DEAD_UNITS = Exercise("41.A", examine_dead_units, dead_units)
 
 def log_ratios(model, optimizer):
     params = {name: param for name, param in model.named_parameters() if param.ndim >= 2}
-    log, before = {name: [] for name in params}, {}
+    log: dict[str, list[float]] = {name: [] for name in params}
+    before: dict[str, Tensor] = {}
 
     def pre(optimizer, args, kwargs):
         before.update({name: param.detach().clone() for name, param in params.items()})
