@@ -279,6 +279,8 @@ def examine_safe_norm(answer):
         if shape == (3, 2):
             want_grad = values / want.clamp(min=1e-300)[:, None] * factors[:, None]
             refuse_first(NORMS, got=got.detach(), want=want, grad=grad, want_grad=want_grad)
+        elif not torch.allclose(got.detach(), want, rtol=1e-6):
+            refuse("wrong_lengths")
         elif not torch.isfinite(grad).all():
             refuse("nan_gradient")
 
