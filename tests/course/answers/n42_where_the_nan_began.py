@@ -323,6 +323,7 @@ ALSO_WRONG = [
     ("42.A", "from_before", by_default),
     ("42.A", "blamed_the_next", lambda model, batch: (first_bad(model, batch) or "").removeprefix("before ") or None),
     ("42.C", "nan_gradient", lambda x: _root(x).nan_to_num(0.0)),
+    ("42.C", "eps_inside", lambda x: (x * x).sum(-1).clamp(min=1e-12).sqrt()),
 ]
 
 RIGHT = [
