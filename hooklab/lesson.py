@@ -3,8 +3,20 @@
 from hooklab.course.environment import OLDEST_TORCH, STORED_TORCH, cached_weights, check_environment, data, main
 from hooklab.course.glyphs import glyphs
 from hooklab.course.lesson import start
+from hooklab.course.transformer import TinyTransformer, recall, trained_transformer
 
-__all__ = ["OLDEST_TORCH", "STORED_TORCH", "cached_weights", "check_environment", "data", "glyphs", "start"]
+__all__ = [
+    "OLDEST_TORCH",
+    "STORED_TORCH",
+    "TinyTransformer",
+    "cached_weights",
+    "check_environment",
+    "data",
+    "glyphs",
+    "recall",
+    "start",
+    "trained_transformer",
+]
 
 if __name__ == "__main__":
     main()
