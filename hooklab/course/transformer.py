@@ -129,7 +129,6 @@ def trained_transformer(seed: int = 0, steps: int = 200, heads: int = 2, blocks:
         torch.manual_seed(seed)
         model = TinyTransformer(heads=heads, blocks=blocks).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), fused=True)
-<<<<<<< HEAD
     threads = torch.get_num_threads()
     # With tensors this small several threads mostly wait for each other.
     torch.set_num_threads(1)
@@ -141,11 +140,4 @@ def trained_transformer(seed: int = 0, steps: int = 200, heads: int = 2, blocks:
             optimizer.step()
     finally:
         torch.set_num_threads(threads)
-=======
-    for step in range(1, steps + 1):
-        tokens, answers, _ = recall(BATCH, seed=-step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens)[:, -1], answers).backward()
-        optimizer.step()
->>>>>>> p5-45
     return model.eval()

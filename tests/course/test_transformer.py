@@ -43,20 +43,12 @@ def test_trained_it_answers_every_question_and_with_one_block_it_cannot():
     assert loss[2] < 0.02 < 0.5 < loss[1]
 
 
-<<<<<<< HEAD
 def test_training_is_the_same_each_time_and_leaves_generator_and_threads_as_they_were():
     torch.manual_seed(3)
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     first, second, other = (lesson.trained_transformer(seed, steps=3) for seed in (0, 0, 1))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-=======
-def test_training_is_the_same_each_time_and_leaves_the_notebooks_generator_alone():
-    torch.manual_seed(3)
-    state = torch.random.get_rng_state()
-    first, second, other = (lesson.trained_transformer(seed, steps=3) for seed in (0, 0, 1))
-    assert torch.equal(torch.random.get_rng_state(), state)
->>>>>>> p5-45
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     assert not torch.equal(first.unembed.weight, other.unembed.weight)
     assert first.unembed.weight.dtype == torch.float64
