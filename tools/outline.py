@@ -14,6 +14,7 @@ PARTS = {
     "1": ("张量钩子", "Tensor hooks"),
     "2": ("模块钩子", "Module hooks"),
     "3": ("已保存张量的钩子", "Saved-tensor hooks"),
+    "4": ("钩子派上用场", "Hooks at work"),
     "5": ("钩子的边界", "Where hooks end"),
 }
 FAST = ("00", "11", "21", "24", "31")  # for who has an afternoon
