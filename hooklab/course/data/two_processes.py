@@ -5,6 +5,7 @@ Each process has its own rank, 0 or 1. Rank 0 prints the results as one line of 
 
 import faulthandler
 import json
+import os
 from datetime import timedelta
 
 import torch
@@ -206,7 +207,9 @@ def main():
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps(results))
+        print(json.dumps(results), flush=True)
+    # Python's own end now and then aborts the process while threads of gloo are still running.
+    os._exit(0)
 
 
 if __name__ == "__main__":
