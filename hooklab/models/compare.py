@@ -28,7 +28,7 @@ def compare(
 
     Args:
         a, b: the models, such as an original and its port. `b` may have another dtype or be on another device.
-        *args, **kwargs: the inputs for both.
+        args, kwargs: the inputs for both.
         pairs: names of layers of `a` -> names of layers of `b`, of any depth. Without it, layers that call no other
             layer are paired by the order in which they run and the shapes that they return.
         tol: the largest relative difference that counts as none: about 1e-5 for float32, 1e-2 for float16.

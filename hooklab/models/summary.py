@@ -80,7 +80,7 @@ def summary(model: nn.Module, *args: Any, depth: int | None = None, backward: bo
 
     Args:
         model: the module; on `torch.device("meta")` with inputs there, nothing is computed and no memory taken.
-        *args, **kwargs: what its forward takes, of any shape, dtype and device.
+        args, kwargs: what its forward takes, of any shape, dtype and device.
         depth: 1 for the layers directly in the model, 2 for those inside them too, as in `verbose`; None for all.
         backward: also run a backward pass, from ones at every output, and count its operations.
 
