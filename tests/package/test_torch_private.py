@@ -48,7 +48,6 @@ with no_leftovers(model):
     with verbose(model, write=lines.append), __import__("contextlib").suppress(RuntimeError):
         model(torch.ones(2, 5))
     assert "failed" in lines[-1], lines
-    assert summary(model, x, backward=True).total.parameters == 11
 assert not hooks_on(model)
 print("works")
 """
