@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hooklab._support import refuse
+from hooklab._support.frames import is_around
 from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import joined, map_tensors, tensors_in
 from hooklab._support.packing import has_memory, unseen
@@ -119,7 +120,7 @@ class Features(Installed, Mapping[str, Any]):
             return
         self._refuse_a_second_thread()
         caller = this_frame(1)
-        if self._call is None or not self._is_around(caller):
+        if not is_around(self._call, caller):
             self._call, self._thread, self._has_run = caller, get_ident(), True
             for calls in within:
                 calls.clear()
@@ -152,7 +153,7 @@ class Features(Installed, Mapping[str, Any]):
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         """The outermost call ends, or an error has ended it."""
         caller = this_frame(1)
-        if self._thread == get_ident() and (caller is self._call or not self._is_around(caller)):
+        if self._thread == get_ident() and (caller is self._call or not is_around(self._call, caller)):
             self._call = None
 
     def _kept(self, name: str, output: Any) -> Any:
@@ -173,12 +174,6 @@ class Features(Installed, Mapping[str, Any]):
                 "features: the model is called in a second thread while a forward in another thread is going on; "
                 "take one Features per thread, each on a copy of the model (copy.deepcopy) of its own"
             )
-
-    def _is_around(self, frame: FrameType | None) -> bool:
-        """True if `frame` runs inside the call that is going on; unlike a count of calls, also right after Ctrl+C."""
-        while frame is not None and frame is not self._call:
-            frame = frame.f_back
-        return frame is not None
 
     def run(self, *args: Any, **kwargs: Any) -> "Features":
         """Run the model on these inputs, stop it as soon as every layer has been called once, and return this object."""

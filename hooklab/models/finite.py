@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hooklab._support.frames import is_around
 from hooklab._support.handles import Installed, OwnHook
 from hooklab._support.nested import tensors_in
 from hooklab._support.nodes import node_name
@@ -48,7 +49,7 @@ class Finite(Installed):
         if recomputing(self._task):
             return
         caller = this_frame(1)
-        while self._running and not _is_around(self._running[-1].frame, caller):
+        while self._running and not is_around(self._running[-1].frame, caller):
             self._running.pop()  # Ctrl-C has ended it, which calls no hook
         if not self._running:
             self._forward.clear()
@@ -110,12 +111,6 @@ class Finite(Installed):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_running": [], "_forward": [], "_backward": {}}
-
-
-def _is_around(outer: FrameType, frame: FrameType | None) -> bool:
-    while frame is not None and frame is not outer:
-        frame = frame.f_back
-    return frame is not None
 
 
 def finite(model: nn.Module) -> Finite:

@@ -1,64 +1,23 @@
 """How far the steps of an optimizer move each parameter, over any number of steps."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
-from math import inf, nan
 from sys import _getframe as this_frame
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hooklab._support import refuse
+from hooklab._support.frames import is_around
 from hooklab._support.handles import Installed
 from hooklab._support.table import Tabular, table
 from hooklab._support.torch_private import eager
-from hooklab.layers.streaming import Statistics, Tally, plain, short
+from hooklab.layers.streaming import Statistics, short
+from hooklab.models.moves import Moves, Update
 
-__all__ = ["Update", "Updates", "updates"]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What the steps so far have done to one parameter; the norms are means over these steps."""
-
-    steps: int
-    update_norm: float  # of the value after a step minus the value before
-    grad_norm: float  # over the steps in which there was a gradient; NaN without any
-    value_norm: float  # before a step
-
-    @property
-    def ratio(self) -> float:
-        """`update_norm / value_norm`; infinite where a value of zeros was moved, and NaN where it was not."""
-        return self.update_norm / self.value_norm if self.value_norm else inf if self.update_norm else nan
-
-
-class Moves:
-    """The running means of one parameter. They lie on its device, since to read a number waits for a GPU."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.update = self.grad = self.value = torch.tensor(nan, device="cpu")
-        self.entries = Tally(0, (-10, 10))  # the statistics of the entries of its gradient
-
-    def add_gradient(self, grad: Tensor, scale: Tensor | None = None) -> None:
-        grad = plain(grad.detach())
-        if scale is not None:
-            grad = grad / scale.to(grad.device)
-        self.entries.add(grad)
-        self.grad = _mean(self.grad, _norm(grad), self.entries.calls)
-
-    def add_step(self, before: Tensor, after: Tensor) -> None:
-        """Count a step; `before` is overwritten."""
-        self.steps += 1
-        self.value = _mean(self.value, _norm(before), self.steps)
-        self.update = _mean(self.update, _norm(before.sub_(after)), self.steps)
-
-    def read(self) -> Update:
-        return Update(self.steps, self.update.item(), self.grad.item(), self.value.item())
+__all__ = ["Updates", "updates"]
 
 
 class Updates(Installed, Tabular, Mapping[str, Update]):
@@ -84,7 +43,7 @@ class Updates(Installed, Tabular, Mapping[str, Update]):
                 "skipped steps cannot be told; call scaler.unscale_(optimizer) and optimizer.step() instead"
             )
         # A step that calls `super().step()` fires the hooks a second time, and is one step.
-        if _is_running(self._step) or _is_skipped(optimizer):
+        if is_around(self._step, this_frame(1)) or _is_skipped(optimizer):
             return
         self._step = this_frame(1)
         self._before = {param: param.detach().clone() for param in self._moves}
@@ -158,24 +117,6 @@ class Updates(Installed, Tabular, Mapping[str, Update]):
             yield [name, steps, *map(short, norms)]
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    """The 2-norm, in float32 at least: in float16 it would be infinite above 65,504."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _mean(before: Tensor, new: Tensor, number: int) -> Tensor:
-    """The mean of `number` numbers, of which `new` is the last one and `before` the mean of the others."""
-    return new if number == 1 else before + (new - before) / number
-
-
-def _is_running(call: FrameType | None) -> bool:
-    """True while this call has not ended. After an error it has, though no post-hook tells of it."""
-    frame: FrameType | None = this_frame(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_skipped(optimizer: Optimizer) -> bool:
     """True where a GradScaler leaves it to a fused optimizer to skip the step, and tells it so."""
     found = getattr(optimizer, "found_inf", None)
@@ -207,6 +148,7 @@ def updates(model: nn.Module, optimizer: Optimizer) -> Updates:
         ValueError: the optimizer has no parameter of the model, or one is lazy or sharded; no hook is installed either.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with updates(model, optimizer) as u:

@@ -31,6 +31,7 @@ def batch(rank):
 
 
 def sees(rank):
+    """What each hook sees of the gradient, and what .grad is in the end."""
     saw = {}
 
     def tensor_hook(grad):
@@ -49,6 +50,7 @@ def sees(rank):
 
 
 def drifts(rank):
+    """The optimizer steps in a hook: are the copies still equal?"""
     model = small()
     ddp = DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,6 +64,7 @@ def drifts(rank):
 
 
 def averages_first(rank):
+    """The same hook averages the gradient before it steps, without DDP."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -76,12 +79,15 @@ def averages_first(rank):
 
 
 def equal_everywhere(weight):
+    """Do both processes have the same weight?"""
     first, second = torch.zeros(2, *weight.shape)
     dist.all_gather([first, second], weight.detach())
     return torch.equal(first, second)
 
 
 def forgets_to_divide(rank):
+    """A communication hook that sums, and stops there."""
+
     def hook(state, bucket):
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
@@ -93,6 +99,7 @@ def forgets_to_divide(rank):
 
 
 def shards(rank):
+    """FSDP2: what hooks see if registered before and after fully_shard."""
     saw = {}
 
     def note(what):
@@ -127,11 +134,13 @@ def shards(rank):
 
 
 def own_hooks(layer):
+    """The hooks that FSDP2 has put on a layer."""
     found = {f"{record.kind}: {record.function.partition('.<')[0]}" for record in hooks_on(layer)}
     return sorted(text for text in found if "FSDP" in text)
 
 
 def kind(grad):
+    """Type, own shape, whole shape and mean of a gradient."""
     here = grad.to_local() if hasattr(grad, "to_local") else grad
     return f"{type(grad).__name__}, {list(here.shape)} of {list(grad.shape)}, mean {here.mean():g}"
 
@@ -158,12 +167,14 @@ def top_k(share, rests=None):
 
 
 def gathered(tensor):
+    """This tensor of every process."""
     found = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(found, tensor)
     return found
 
 
 def compresses(rank):
+    """Train three times: all of the gradient, its top 1 %, and with the rest kept."""
     torch.set_default_dtype(torch.float64)
     images, labels = glyphs(1200)
     images = images.flatten(1).double()
@@ -198,6 +209,7 @@ JOBS = [sees, drifts, averages_first, forgets_to_divide, shards, compresses]
 
 
 def main():
+    """Run all jobs; rank 0 prints what they return."""
     faulthandler.dump_traceback_later(90, exit=True)  # a process that waits for a dead one ends, too
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -345,18 +345,18 @@ def test_a_layer_called_twice_and_in_place_layers_are_followed():
         assert raised_by(model, torch.ones(2, 3)).layer == "0.last"
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, inside, reentrant):
+        super().__init__()
+        self.inside, self.reentrant = inside, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
+
+
 def test_a_checkpoint_without_reentry_is_followed(with_norm):
     model, x = with_norm
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = model
-
-        def forward(self, x):
-            return checkpoint(self.inside, x, use_reentrant=False)
-
-    outer = Checkpointed()
+    outer = Checkpointed(model, reentrant=False)
     with finite(outer):
         assert facts(raised_by(backward_of, outer, x))[1:3] == ("inside.1", "SqrtBackward0")
 
@@ -584,16 +584,7 @@ def test_tensors_in_objects_that_are_no_container_are_not_looked_at():
 
 def test_under_a_checkpoint_with_reentry_the_whole_block_is_the_operation(with_norm):
     model, x = with_norm
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = model
-
-        def forward(self, x):
-            return checkpoint(self.inside, x, use_reentrant=True)
-
-    outer = Checkpointed()
+    outer = Checkpointed(model, reentrant=True)
     with finite(outer):
         assert facts(raised_by(backward_of, outer, x))[:3] == ("backward", "", "CheckpointFunctionBackward")
 
