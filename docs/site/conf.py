@@ -122,8 +122,9 @@ def describe_page(app, page, template, context, doctree):
     paragraphs = doctree.findall(nodes.paragraph) if doctree is not None else ()
     texts = [" ".join(paragraph.astext().split()) for paragraph in paragraphs]
     context["description"] = next((text for text in texts if len(text) > 30), html_title)[:180]
-    # In the search a word in a heading counts most.
-    context["body"] = re.sub(r"<h([12])", r'<h\1 data-pagefind-weight="10"', context.get("body", ""))
+    # In the search a word in a heading counts most, and the errors that the questions quote count as much.
+    heavy = r"<(h[12]|code)(?=[ >])" if page == "questions" else r"<(h[12])(?=[ >])"
+    context["body"] = re.sub(heavy, r'<\1 data-pagefind-weight="10"', context.get("body", ""))
     if SETTINGS["repository"]:
         form = f"https://github.com/{SETTINGS['repository']}/issues/new?template=unclear-sentence.yml"
         context["report"] = f"{form}&notebook={page}"

@@ -166,7 +166,7 @@ SEARCHES = {  # the page that should be among the first three
         "register_full_backward_hook": "22_backward_hooks", "offload to disk": "34_offloading_to_disk",
         "checkpoint": "35_checkpointing", "num_batches_tracked": "35_checkpointing", "extract features": "24_extracting_features",
         "multi-grad hook": "15_many_tensors_at_once", "cheat sheet": "cheatsheet",
-        "can't optimize a non-leaf Tensor": "questions", "A different number of tensors was saved": "35_checkpointing",
+        "can't optimize a non-leaf Tensor": "questions", "A different number of tensors was saved": "questions",
     },
 }  # fmt: skip
 FIRST_THREE = """async query => {
