@@ -13,7 +13,7 @@ from hooklab.course.checks.models import Before
 # ---- what the exercises share: layers that are wider than high and higher than wide, frozen or not ----
 
 CASES = [  # in_features, out_features, bias, dtype, is it trained, rank, scale
-    (6, 5, True, torch.float64, False, 2, 0.5),
+    (6, 5, True, torch.float64, False, 2, 1.5),
     (4, 7, False, torch.float32, False, 3, 2.0),
     (3, 8, True, torch.float32, True, 2, 4.0),
 ]
@@ -58,7 +58,7 @@ PARAMETERS = [  # what is on the layer when the answer has returned
     ("other_shapes", lambda t: _shapes(t.params) != t.expected),
     ("other_dtype", lambda t: {t.params[name].dtype for name in ("lora_A", "lora_B")} != {t.layer.weight.dtype}),
     ("not_trained", lambda t: not (t.params["lora_A"].requires_grad and t.params["lora_B"].requires_grad)),
-    ("weight_changed", lambda t: t.before.changed_state()),
+    ("weight_changed", lambda t: _changed(t.params, t.was)),
     ("not_zero", lambda t: t.params["lora_B"].any()),
     ("both_zero", lambda t: not t.params["lora_A"].all()),
 ]
@@ -75,19 +75,24 @@ def _shapes(params: dict[str, Tensor]) -> list[tuple[int, ...]]:
     return [tuple(params[name].shape) for name in ("lora_A", "lora_B")]
 
 
+def _changed(params: dict[str, Tensor], was: dict[str, Tensor]) -> bool:
+    return any(name not in params or not torch.equal(params[name], old) for name, old in was.items())
+
+
 def examine_add_lora(answer):
     made = []
     for *kind, rank, scale in CASES:
         layer = _layer(*kind)
         before, plain = Before(layer), layer(_inputs(layer)).detach()
+        was = {name: param.detach().clone() for name, param in layer.named_parameters()}
         handle = answer(layer, rank, scale)
         expect_handle(handle)
         expected = [(rank, layer.in_features), (layer.out_features, rank)]
         params = dict(layer.named_parameters())
-        refuse_first(PARAMETERS, layer=layer, before=before, params=params, expected=expected)
+        refuse_first(PARAMETERS, layer=layer, before=before, was=was, params=params, expected=expected)
         made.append((layer, before, plain, handle, scale))
     for layer, before, plain, handle, scale in made:
-        _examine_layer(layer, before, plain, scale)
+        _examine_layer(layer, plain, scale)
         handle.remove()
         if lost := before.lost_hooks():
             refuse("removed_others", place=lost[0][1])
@@ -95,13 +100,15 @@ def examine_add_lora(answer):
             refuse("stays_on")
 
 
-def _examine_layer(layer, before, plain, scale):
+def _examine_layer(layer, plain, scale):
     x = _inputs(layer)
     _fill(layer.lora_B)
     change = (scale * (x @ layer.lora_A.T @ layer.lora_B.T)).detach()
     got = layer(x)
     if not close(got, plain + change):
         refuse_first(OUTPUT, got=got, plain=plain, change=change, scale=scale)
+    if not got.requires_grad:
+        refuse("no_gradient")
     got.sum().backward()
     if layer.lora_A.grad is None or layer.lora_B.grad is None:
         refuse("no_gradient")
