@@ -1,6 +1,7 @@
 """Checks of notebook 46: LoRA."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ CASES = [  # in_features, out_features, bias, dtype, is it trained, rank, scale
 ]
 
 
-def _layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, trained: bool) -> nn.Linear:
+def _layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, trained: bool) -> Any:
     layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(trained)
     layer.register_forward_hook(lambda module, args, output: None)
     return layer
