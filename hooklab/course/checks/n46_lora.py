@@ -13,7 +13,7 @@ from hooklab.course.checks.models import Before
 
 # ---- what the exercises share: layers that are wider than high and higher than wide, frozen or not ----
 
-CASES = [  # in_features, out_features, bias, dtype, is it trained, rank, scale
+CASES: list[tuple[Any, ...]] = [  # in_features, out_features, bias, dtype, is it trained, rank, scale
     (6, 5, True, torch.float64, False, 2, 1.5),
     (4, 7, False, torch.float32, False, 3, 2.0),
     (3, 8, True, torch.float32, True, 2, 4.0),
