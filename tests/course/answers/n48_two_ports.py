@@ -56,16 +56,36 @@ def _mean(output, other, tol):
     return (other - output).abs().mean() > tol * output.abs().max()
 
 
+def _signed(output, other, tol):
+    return (other - output).abs().max() > tol * output.max()
+
+
+def _means(output, other, tol):
+    return (other - output).abs().mean() > tol * output.abs().mean()
+
+
 def _each(output, other, tol):
     return ((other - output).abs() > tol * output.abs()).any()
 
 
+def layer_by_layer(a, b, pairs, x, tol):
+    """Runs both models again for each layer."""
+    for name in reversed(pairs):
+        if first_difference(a, b, {name: pairs[name]}, x, tol):
+            return name
+    return None
+
+
 def leaves_hooks_after_an_error(a, b, pairs, x, tol):
-    handles = [a.get_submodule(name).register_forward_hook(lambda *given: None) for name in pairs]
+    of_a, of_b, handles = {}, {}, []
+    for name, other in pairs.items():
+        for kept, model, key in ((of_a, a, name), (of_b, b, other)):
+            handles.append(model.get_submodule(key).register_forward_hook(partial(_keep, kept, key, torch.clone)))
     a(x)
+    b(x)
     for handle in handles:
         handle.remove()
-    return first_difference(a, b, pairs, x, tol)
+    return next((name for name in of_a if _largest(of_a[name], of_b[pairs[name]], tol)), None)
 
 
 def last_one(a, b, pairs, x, tol):
@@ -154,12 +174,21 @@ def blame_leaves_hooks_after_an_error(a, b, pairs, x, tol):
 def modes_of_the_whole_only(a, b, pairs, x, tol):
     """Puts the mode of the model into every layer."""
     a_mode, b_mode = a.training, b.training
-    b.dropout.eval()
     try:
         return to_blame(a, b, pairs, x, tol)
     finally:
         a.train(a_mode)
-        b.train(not b_mode)
+        b.train(b_mode)
+
+
+def only_a_in_eval_mode(a, b, pairs, x, tol):
+    modes = [(part, part.training) for part in a.modules()]
+    a.eval()
+    try:
+        return _blame(a, b, pairs, x, tol, eval_mode=False)
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def blames_only_a_small_fault(a, b, pairs, x, tol):
@@ -177,6 +206,8 @@ WRONG = {
         "absolute": _first(differs=_absolute),
         "not_the_largest": _first(differs=_mean),
         "each_entry": _first(differs=_each),
+        "signed": _first(differs=_signed),
+        "ran_twice": layer_by_layer,
         "mode_changed": in_train_mode,
         "hooks_left": _first(clean=False),
         "hooks_left_after_error": leaves_hooks_after_an_error,
@@ -202,9 +233,11 @@ WRONG = {
 }
 
 ALSO_WRONG = [
+    ("48.A", "not_the_largest", _first(differs=_means)),
     ("48.A", "order_of_pairs", last_one),
     ("48.A", "order_of_pairs", in_the_order_of_features),
     ("48.B", "mode_changed", modes_of_the_whole_only),
+    ("48.B", "in_training_mode", only_a_in_eval_mode),
 ]
 
 
