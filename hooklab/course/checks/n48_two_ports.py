@@ -1,6 +1,6 @@
 """Checks of notebook 48: two ports of one model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ BIG = 0.5, 0.5, 0.5
 ONE = 0.0, 0.0, 1e-3  # in a single column
 
 
-def _models(faults: dict[str, tuple[float, ...]], train: bool = False) -> tuple[nn.Module, nn.Module]:
+def _models(faults: Mapping[str, tuple[float, ...]], train: bool = False) -> tuple[nn.Module, nn.Module]:
     a, b = _Original().train(train), _Port(**faults).train(train)
     a.middle.eval()
     b.body.eval()
