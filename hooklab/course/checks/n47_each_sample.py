@@ -1,6 +1,7 @@
 """Checks of notebook 47: per-sample gradients."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ def _waves(*shape: int, speed: float = 1.0) -> Tensor:
     return (torch.arange(1, count + 1, dtype=torch.float64) ** 1.5 * speed).sin().view(shape)
 
 
-def _filled(model: nn.Module) -> nn.Module:
+def _filled(model: nn.Module) -> Any:
     with torch.no_grad():
         for number, param in enumerate(model.parameters(), start=1):
             param.copy_(_waves(*param.shape, speed=0.7 + 0.2 * number))
@@ -58,7 +59,8 @@ class _Words(nn.Module):
 
 
 def weight_grads(model, loss_fn, x, y):
-    sums, handles = {}, []
+    sums: dict[str, Tensor] = {}
+    handles = []
 
     def add_up(name, module, args, output):
         a = args[0].detach()
@@ -167,7 +169,7 @@ def suspects(model, x, y, count):
     return squares.topk(count).indices
 
 
-def _tower() -> nn.Module:
+def _tower() -> nn.Sequential:
     """In train mode, but for one BatchNorm; its statistics are not those of the data."""
     layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 5), nn.BatchNorm1d(5)
     tower = _filled(nn.Sequential(*layers, nn.Linear(5, 3)).double()).train()
@@ -233,7 +235,7 @@ def examine_suspects(answer):
     _examine_indices(got, 5)
     judged = _tower().eval()
     by_name, logits = squared_norms(judged, x, y), judged(x).detach()
-    total = sum(by_name.values())
+    total = torch.stack(list(by_name.values())).sum(0)
     got, want = got.tolist(), total.topk(5).indices.tolist()
     if got != want:
         losses, confidence = F.cross_entropy(logits, y, reduction="none"), logits.softmax(1).amax(1)
