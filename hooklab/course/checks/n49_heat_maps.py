@@ -100,6 +100,7 @@ def _softmax_grad(t):
 def examine_grad_cam(answer):
     model, given = _seeded(_Net), []
     counter = model.register_forward_pre_hook(lambda module, args: given.append(1))
+    model.mix.register_forward_hook(lambda module, args, output: None)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = Before(model)
@@ -163,52 +164,46 @@ def pointing_game(maps, boxes):
     return hit.double().mean().item()
 
 
-def _peaks(points, height=5, width=8, low=-1.0):
-    """Maps of small numbers with one highest point each."""
-    maps = 0.1 * (torch.arange(len(points) * height * width) * 1.7).sin().view(len(points), height, width) + low
+def _game(points, boxes, width=8):
+    """Maps of 0 with a highest point each, and the lowest in the bottom right corner."""
+    maps = torch.zeros(len(points), 5, width)
+    maps[:, 4, -1] = -0.5
     for one, (row, column) in zip(maps, points, strict=True):
-        one[row, column] = low + 1
-    return maps
+        one[row, column] = 1
+    return {"maps": maps, "boxes": torch.tensor(boxes)}
 
 
-def _game(points, boxes, height=5, width=8, **how):
-    return {"maps": _peaks(points, height, width, **how), "boxes": torch.tensor(boxes)}
+PLAIN = _game(
+    [(1, 3), (3, 2), (2, 4), (0, 4), (4, 6)],
+    [[0, 2, 3, 5], [2, 1, 5, 4], [1, 3, 4, 6], [3, 0, 5, 2], [0, 0, 2, 3]],
+)
+PLAIN["maps"][4, 1, 1] = -0.75
+ENDS = _game([(3, 6), (2, 7), (2, 8)], [[1, 5, 3, 8]] * 3, width=9)
+STARTS = _game([(1, 6), (2, 5), (0, 0)], [[1, 5, 3, 8], [1, 5, 3, 8], [2, 2, 4, 4]])
+ZEROS = _game([(0, 0), (2, 6), (1, 1)], [[0, 0, 2, 3], [1, 5, 3, 8], [2, 4, 4, 6]])
+ZEROS["maps"][0] = 0
+SAME = {"maps": ZEROS["maps"].clone(), "boxes": ZEROS["boxes"]}
+SAME["maps"][0] = 2.5
+DEEP = _game([(1, 3), (3, 2)], [[0, 2, 3, 5], [2, 1, 5, 4]])
+DEEP["maps"][0, 4, 0] = -9
+TALL = {"maps": PLAIN["maps"].double().transpose(1, 2), "boxes": PLAIN["boxes"][:, [1, 0, 3, 2]]}
 
-
-def _with(game, number, values):
-    maps = game["maps"].clone()
-    maps[number] = values
-    return {"maps": maps, "boxes": game["boxes"]}
-
-
-PLAIN = _game([(1, 6), (3, 2), (2, 5)], [[0, 5, 3, 8], [0, 5, 3, 8], [1, 4, 4, 7]])
-SWAP = _game([(1, 4), (4, 1), (2, 3)], [[0, 3, 3, 6], [3, 0, 5, 3], [3, 2, 5, 3]])
-ENDS = _game([(3, 6), (2, 7), (1, 1)], [[1, 5, 3, 8], [1, 5, 3, 7], [0, 0, 3, 3]])
-STARTS = _game([(1, 6), (2, 5), (4, 0)], [[1, 5, 3, 8], [1, 5, 3, 8], [0, 3, 2, 5]])
-BOX = [[0, 0, 2, 3], [1, 5, 3, 8], [0, 0, 2, 3]]
-ZEROS = _with(_game([(0, 0), (2, 6), (1, 1)], BOX), 0, 0.0)
-SAME = _with(_game([(0, 0), (2, 6), (1, 1)], BOX), 0, 2.5)
-DEEP = _with(PLAIN, 0, PLAIN["maps"][0] + 0)
-DEEP["maps"][0, 4, 0] = -9.0
-
-GAMES = [  # (game, what each mistake that shows there is called, how it counts)
-    (PLAIN, []),
-    (SWAP, ["swapped"]),
+GAMES = [  # and what shows in each, in an answer that was right in those before
+    (PLAIN, ["counted", "swapped", "lowest"]),
     (ENDS, ["ends_inside"]),
     (STARTS, ["starts_outside"]),
-    (ZEROS, ["flat_left_out", "flat_hits"]),
-    (SAME, ["flat_left_out", "zero_only"]),
+    (ZEROS, ["flat_hits", "flat_left_out"]),
+    (SAME, ["zero_only"]),
     (DEEP, ["absolute"]),
+    (TALL, []),
 ]
 
 
-def _counted(maps, boxes, swap=False, first=0, last=0, flat="miss", score=lambda maps: maps, whole=False, one_box=False):
-    """The hits as a mistake would count them, and among how many maps."""
-    values = score(maps).flatten(1)
-    highest = values.flatten().argmax().remainder(values.shape[1]).expand(len(maps)) if whole else values.argmax(1)
-    row, column = torch.unravel_index(highest, maps.shape[1:])
+def _share(maps, boxes, swap=False, first=0, last=0, flat="miss", score=lambda maps: maps, counted=False):
+    """What a mistake makes of a game."""
+    row, column = torch.unravel_index(score(maps).flatten(1).argmax(1), maps.shape[1:])
     row, column = (column, row) if swap else (row, column)
-    top, left, bottom, right = (boxes[:1].expand_as(boxes) if one_box else boxes).unbind(1)
+    top, left, bottom, right = boxes.unbind(1)
     hit = (top + first <= row) & (row < bottom + last) & (left + first <= column) & (column < right + last)
     varies = maps.flatten(1).amax(1) > maps.flatten(1).amin(1)
     if flat == "left out":
@@ -217,41 +212,34 @@ def _counted(maps, boxes, swap=False, first=0, last=0, flat="miss", score=lambda
         hit &= maps.flatten(1).any(1)
     elif flat == "miss":
         hit &= varies
-    return hit.double().sum().item(), len(hit)
+    return float(hit.sum()) if counted else hit.double().mean().item()
 
 
 MISTAKES = {
-    "counted": {},
+    "counted": {"counted": True},
     "swapped": {"swap": True},
+    "lowest": {"score": torch.neg},
     "ends_inside": {"last": 1},
     "starts_outside": {"first": 1},
+    "flat_hits": {"flat": "hit"},
     "flat_left_out": {"flat": "left out"},
     "zero_only": {"flat": "zero"},
-    "flat_hits": {"flat": "hit"},
-    "lowest": {"score": torch.neg},
     "absolute": {"score": torch.abs},
-    "first_box": {"one_box": True},
-    "one_highest": {"whole": True},
 }
 
 
 def examine_pointing_game(answer):
-    for game, _ in GAMES:
-        _examine_game(answer, game)
-    _examine_game(answer, {"maps": PLAIN["maps"].double().transpose(1, 2), "boxes": PLAIN["boxes"][:, [1, 0, 3, 2]]})
+    for game, shows in GAMES:
+        got, want = answer(game["maps"].clone(), game["boxes"].clone()), pointing_game(**game)
+        if not isinstance(got, float):
+            refuse("not_float", got=got)
+        if abs(got - want) > 1e-6:
+            refuse_first([(key, lambda t, key=key: _like(t, key)) for key in shows], got=got, game=game)
+            refuse("wrong_share", got=round(got, 4), want=round(want, 4))
 
 
-def _examine_game(answer, game):
-    got, want = answer(game["maps"].clone(), game["boxes"].clone()), pointing_game(**game)
-    if not isinstance(got, float):
-        refuse("not_float", got=got)
-    if abs(got - want) < 1e-6:
-        return
-    for key, how in MISTAKES.items():
-        hits, total = _counted(**game, **how)
-        if abs(got - (hits if key == "counted" else hits / max(total, 1))) < 1e-6:
-            refuse(key)
-    refuse("wrong_share", got=round(got, 4), want=round(want, 4))
+def _like(t, key):
+    return abs(t.got - _share(**t.game, **MISTAKES[key])) < 1e-6
 
 
 POINTING_GAME = Exercise("49.B", examine_pointing_game, pointing_game)
