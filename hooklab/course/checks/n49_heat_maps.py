@@ -52,7 +52,7 @@ def _images(*shape: int) -> Tensor:
     return (torch.arange(count) * 2.4).sin().view(shape) * 2
 
 
-def grad_cam(model, layer, x, target):
+def cam_at(model, layer, x, target):
     x = x.detach().requires_grad_()
     with features(model, layer, keep=with_grad) as f:
         score = model(x).gather(1, target[:, None]).sum()
@@ -68,8 +68,8 @@ MAPS = [  # `maps` and `grad` are those of the layer, `got` has the right shape
     ("absolute", lambda t: close(t.got, _sum(t).abs())),
     ("overwritten", lambda t: close(t.got, _sum(t, maps=t.maps.relu()).relu())),
     ("overwritten", lambda t: close(t.got, _sum(t, maps=t.maps.relu(), grad=_behind(t)).relu())),
-    ("max_logit", lambda t: close(t.got, grad_cam(t.model, "conv", t.x, t.model(t.x).argmax(1)))),
-    ("first_target", lambda t: close(t.got, grad_cam(t.model, "conv", t.x, t.target[:1].expand(4)))),
+    ("max_logit", lambda t: close(t.got, cam_at(t.model, "conv", t.x, t.model(t.x).argmax(1)))),
+    ("first_target", lambda t: close(t.got, cam_at(t.model, "conv", t.x, t.target[:1].expand(4)))),
     ("not_averaged", lambda t: close(t.got, (t.grad * t.maps).sum(1).relu())),
     ("mixed_batch", lambda t: close(t.got, _sum(t, weights=t.grad.mean((0, 2, 3), keepdim=True)).relu())),
     ("of_softmax", lambda t: close(t.got, _sum(t, grad=_softmax_grad(t)).relu())),
@@ -97,7 +97,7 @@ def _softmax_grad(t):
     return _kept(t.model, "conv", t.x, t.target, lambda logits: logits.softmax(1))[1]
 
 
-def examine_grad_cam(answer):
+def examine_cam_at(answer):
     model, given = _seeded(_Net), []
     counter = model.register_forward_pre_hook(lambda module, args: given.append(1))
     model.mix.register_forward_hook(lambda module, args, output: None)
@@ -124,7 +124,7 @@ RUNS = [
 
 
 def _examine_maps(got, model):
-    want = grad_cam(model, "conv", X, TARGET)
+    want = cam_at(model, "conv", X, TARGET)
     if isinstance(got, Tensor) and got.shape != want.shape:
         key = "with_channel" if got.numel() == want.numel() else "enlarged"
         refuse(key, found=tuple(got.shape), expected=tuple(want.shape))
@@ -143,14 +143,14 @@ def _examine_other(answer):
     """Another model in training mode and float64, with fewer images, and an error from inside the model."""
     deep, x, target = _seeded(_Deep), _images(2, 2, 7, 11).double(), torch.tensor([3, 1])
     got = answer(deep, "body.2", x.clone(), target)
-    if not close(got, grad_cam(deep, "body.2", x, target)):
+    if not close(got, cam_at(deep, "body.2", x, target)):
         refuse("other_model")
     broken = _seeded(_Net, fails=True)
     with fails(broken):
         answer(broken, "conv", X.clone(), TARGET.clone())
 
 
-GRAD_CAM = Exercise("49.A", examine_grad_cam, grad_cam)
+GRAD_CAM = Exercise("49.A", examine_cam_at, cam_at)
 
 # ---- 49.B: the pointing game ----
 

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from answers.around import clearing, swallowing
 from hooklab import features, with_grad
-from hooklab.course.checks.n49_heat_maps import grad_cam
+from hooklab.course.checks.n49_heat_maps import cam_at
 
 # ---- 49.A: Grad-CAM ----
 
@@ -84,23 +84,23 @@ def clears_grads(model, layer, x, target):
 
 def runs_twice(model, layer, x, target):
     model(x)
-    return grad_cam(model, layer, x, target)
+    return cam_at(model, layer, x, target)
 
 
 def runs_for_each_image(model, layer, x, target):
-    return torch.cat([grad_cam(model, layer, x[i : i + 1], target[i : i + 1]) for i in range(len(x))])
+    return torch.cat([cam_at(model, layer, x[i : i + 1], target[i : i + 1]) for i in range(len(x))])
 
 
 def one_layer_only(model, layer, x, target):
-    return grad_cam(model, layer, x, target) if layer == "conv" else torch.zeros(len(x), *x.shape[2:])
+    return cam_at(model, layer, x, target) if layer == "conv" else torch.zeros(len(x), *x.shape[2:])
 
 
 def in_eval_mode(model, layer, x, target):
-    return grad_cam(model.eval(), layer, x, target)
+    return cam_at(model.eval(), layer, x, target)
 
 
 def enlarged(model, layer, x, target):
-    cam = grad_cam(model, layer, x, target)[:, None]
+    cam = cam_at(model, layer, x, target)[:, None]
     return F.interpolate(cam, scale_factor=2, mode="bilinear")[:, 0]
 
 
@@ -146,7 +146,7 @@ def most_in_the_box(maps, boxes):
 
 WRONG = {
     "49.A": {
-        "returned_nothing": lambda *given: print(grad_cam(*given)),
+        "returned_nothing": lambda *given: print(cam_at(*given)),
         "not_run": lambda model, layer, x, target: torch.zeros(len(x), *x.shape[2:]),
         "ran_often": runs_for_each_image,
         "max_logit": _cam(score=lambda logits, target: logits.amax(1).sum()),
@@ -166,8 +166,8 @@ WRONG = {
         "mode_changed": in_eval_mode,
         "hooks_left": _by_hand(remove=False),
         "hooks_left_after_error": leaves_hook_after_an_error,
-        "removed_others": clearing(grad_cam),
-        "swallowed": swallowing(grad_cam, torch.zeros(4, 6, 6)),
+        "removed_others": clearing(cam_at),
+        "swallowed": swallowing(cam_at, torch.zeros(4, 6, 6)),
     },
     "49.B": {
         "not_float": _game(share=lambda hits: hits.double().mean()),
