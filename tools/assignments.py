@@ -143,7 +143,9 @@ def tested(check: NotebookNode, exercise: str, answer: str, texts: str, words: s
     level = re.search(LEVEL.format(re.escape(exercise)), texts)
     if level is None:
         raise SystemExit(f"hooklab: {exercise} 没有难度 / has no level: expected **{exercise}** ●○○")
-    check.source = f'said = check.exercise("{exercise}", {answer})\nassert said.kind == "right", {words}\nprint({words})'
+    check.source = (
+        f'said = check.exercise("{exercise}", {answer})\nassert said.kind == "right", {words}\nprint({words})'
+    )
     return marked(check, grade=True, locked=True, points=len(level[1]))
 
 
@@ -177,8 +179,14 @@ def release(folder: Path) -> None:
 
 def tell(folder: Path, new: list[str]) -> None:
     """What there is now."""
-    print(f"hooklab: {folder} 里新添了 {len(new)} 份作业；发给学生的是 release/ 里的。")
-    print(f"hooklab: {folder} has {len(new)} more assignments; hand out those in release/.")
+    if new:
+        names = ", ".join(new)
+        print(f"hooklab: {folder} 里新添的作业：{names}；发给学生的是 release/ 里的。")
+        print(f"hooklab: new assignments in {folder}: {names}; hand out those in release/.")
+    else:
+        print("hooklab: 这些作业已经有了，没有改动；想重新导出，就删掉它在 source/ 和 release/ 里的文件夹。")
+        print("hooklab: these assignments were there already and are left alone;")
+        print("         to export one again, delete its folders in source/ and release/.")
 
 
 if __name__ == "__main__":
