@@ -41,7 +41,10 @@ ABOUT = """\
 
 This assignment has the exercises of the notebook with this title; a section that an exercise speaks of is a section of that notebook. Write your code in place of `...` and run the cell; then run the cell below it, which says whether the answer is right, and if not, why. It is of no use to edit the checks: marking puts them back.
 
-</div>"""  # noqa: E501
+</div>
+"""  # noqa: E501
+# On nbgrader's page of feedback a refusal would be cut off at the right; JupyterLab leaves a style out.
+WRAP = "\n<style>pre { white-space: pre-wrap; word-break: normal; }</style>"
 CONFIG = """\
 c = get_config()
 c.CourseDirectory.course_id = "hooklab"
@@ -100,7 +103,7 @@ def assignment(path: Path, language: str) -> NotebookNode:
     first = max(cell.index for cell in cells[:last] if not cell.is_code and cell.source.startswith("## "))
     setup = next(cell for cell in cells if "setup" in cell.tags)
     title = new_markdown_cell(cells[0].source.splitlines()[0], id="title")
-    written = [title, new_markdown_cell(ABOUT, id="about"), locked(setup.node)]
+    written = [title, new_markdown_cell(ABOUT + WRAP, id="about"), locked(setup.node)]
     above = [cell.source for cell in cells[:first] if cell.is_code and cell is not setup]
     exercises = cells[first : last + 1]
     texts = "\n".join(cell.source for cell in exercises if not cell.is_code and "solution" not in cell.tags)
