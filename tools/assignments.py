@@ -27,7 +27,7 @@ CHECK = re.compile(r'check\.exercise\("([^"]+)", (\w+)\)')
 LEVEL = r"\*\*{}\*\* (●+)"
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`(\w+)(?:\([^`]*)?`")
-LINK = re.compile(r"\[([^\]]+)\]\(\w+\.ipynb\)")
+LINK = re.compile(r"\[([^\]]+)\]\(\w+\.ipynb[^)]*\)")
 # How a message is printed in each language; `both` prints the two.
 WORDS = {"both": "said", "zh": "said.zh", "en": "said.en"}
 ABOUT = """\
@@ -78,17 +78,17 @@ def main(folder: Path, language: str, names: list[str]) -> None:
 
 
 def chosen(names: list[str]) -> list[Path]:
-    """The notebooks that are named, by number, name or path; all that have exercises where none is."""
+    """The notebooks with these numbers, names or paths; where none is named, all."""
     known = notebook_form.paths()
-    found = [path for name in names for path in known if Path(name).stem in (path.stem, path.stem[:2])]
-    missing = [name for name in names if not any(Path(name).stem in (path.stem, path.stem[:2]) for path in known)]
+    wanted = [Path(name).stem for name in names]
+    missing = [name for name in wanted if not any(name in (path.stem, path.stem[:2]) for path in known)]
     if missing:
         have = ", ".join(path.stem[:2] for path in known)
         sys.exit(
             f"hooklab: 没有 {', '.join(missing)} 这本笔记本；请写编号或文件名，编号有 {have}\n"
             f"hooklab: there is no notebook {', '.join(missing)}; give a number or a file name; the numbers are {have}"
         )
-    return found or known
+    return [path for path in known if not wanted or path.stem in wanted or path.stem[:2] in wanted]
 
 
 def places(folder: Path, name: str) -> tuple[Path, Path]:

@@ -70,7 +70,13 @@ def test_with_the_solutions_each_assignment_runs_on_its_own(path):
     assert known["said"].kind == "right"
 
 
-@pytest.mark.parametrize("name", ["99", "12_changing.ipynb"])
+def test_a_notebook_is_named_by_its_number_its_name_or_its_path():
+    names = ["35", "12_changing_gradients", "notebooks/12_changing_gradients.ipynb"]
+    assert [path.stem[:2] for path in assignments.chosen(names)] == ["12", "35"]
+    assert assignments.chosen([]) == NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", ["99", "12_changing"])
 def test_a_notebook_that_there_is_not_is_named_with_those_that_there_are(name, tmp_path):
     with pytest.raises(SystemExit, match=rf"there is no notebook {name}; .* 00, 11, 12"):
         assignments.main(tmp_path / "homework", "both", ["12", name])

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 
 import assignments
+import browser_lab
 import nbformat
 import notebook_form
 import pytest
@@ -143,8 +144,14 @@ def test_a_wrong_answer_gets_no_points_and_its_refusal_as_feedback(course):
     course.submit("wrong", FIRST, answers)
     course.grade(FIRST, "--student=wrong")
     assert course.points("wrong", FIRST) == [0, 2, 0], "an edited check is put back"
-    page = course.feedback("wrong", FIRST)
-    assert f"AssertionError: {refusal}" in page
+    assert f"AssertionError: {refusal}" in course.feedback("wrong", FIRST)
+    with browser_lab.browser() as chromium:
+        page = chromium.new_page()
+        page.context.set_offline(True)  # nbgrader's page asks a content network for MathJax
+        page.goto((course.folder / "feedback" / "wrong" / FIRST / f"{FIRST}.html").as_uri())
+        assert page.locator("pre", has_text="AssertionError").count() == 2
+        cut = "all => all.filter(pre => pre.scrollWidth > pre.clientWidth).map(pre => pre.textContent)"
+        assert page.locator("pre").evaluate_all(cut) == [], "a refusal is read without scrolling"
 
 
 def test_an_answer_that_never_ends_costs_its_own_points_only_and_one_that_prints_much_is_cut_off(course):
