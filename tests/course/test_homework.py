@@ -157,7 +157,7 @@ def test_a_wrong_answer_gets_no_points_and_its_refusal_as_feedback(course):
 def test_an_answer_that_never_ends_costs_its_own_points_only_and_one_that_prints_much_is_cut_off(course):
     for student, answer in (("endless", ENDLESS), ("loud", LOUD)):
         course.submit(student, FIRST, solutions(FIRST) | {"exercise-a-stub": answer})
-        course.grade(FIRST, f"--student={student}", "--Execute.timeout=30")
+    course.grade(FIRST, "--Execute.timeout=30")
     assert course.points("endless", FIRST) == [0, 2, 2]
     assert "CellTimeoutError" in course.feedback("endless", FIRST)
     assert course.points("loud", FIRST) == [1, 2, 2]
