@@ -14,21 +14,21 @@ VENV := $(or $(UV_PROJECT_ENVIRONMENT),.venv)
 READY := $(VENV)/.hooklab-ready
 READY_CPU := $(VENV)/.hooklab-cpu
 RUN := $(UV) run --quiet
-# What only the site needs is added to the environment of the course.
-SITE := $(RUN) --group site
+# What only the site or only homework needs is added to the environment of the course.
+with = $(RUN) $(1:%=--group %)
 # CPU=1 takes PyTorch's CPU wheels, which uv's lock cannot; an environment stays as it was made, also without CPU=1.
 ifneq ($(or $(wildcard $(READY_CPU)),$(if $(wildcard $(READY)),,$(CPU))),)
 READY := $(READY_CPU)
 INSTALL_CPU := $(UV) pip install --python $(VENV) --torch-backend=cpu
 RUN := $(UV) run --quiet --no-sync
-SITE := $(INSTALL_CPU) --quiet --group site && $(RUN)
+with = $(INSTALL_CPU) --quiet $(1:%=--group %) && $(RUN)
 endif
 # One process per core, four at the most: each holds a kernel with PyTorch loaded.
 PARALLEL := -n auto --maxprocesses 4
 PYTEST := $(RUN) pytest $(PARALLEL)
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
-.PHONY: help lab site site-serve bundle release-check test test-long test-portable refresh lint format bench screenshots clean
+.PHONY: help lab site site-serve assignments bundle release-check test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
 	@echo "make lab CPU=1      the same with PyTorch's CPU wheels, for Linux without an NVIDIA GPU (once; make clean begins again)"
@@ -39,6 +39,7 @@ help:
 	@echo "make lint           check style and types (make format fixes the style)"
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make site           build the course as a website, in both languages (make site-serve shows it)"
+	@echo "make assignments    make nbgrader assignments of the exercises, in homework/"
 	@echo "make bundle         pack the course for a room without a network: FOR='windows-x86_64 3.12', or this machine"
 	@echo "make bench          measure speed against the budgets"
 	@echo "make release-check  see whether version, changelog and pins agree (TAG=v0.2.0: and the tag, too)"
@@ -86,7 +87,7 @@ screenshots: $(READY)
 	@HOOKLAB_SCREENSHOTS=1 HOOKLAB_FORK=0 $(RUN) pytest -q -rs -m long tests/browser/test_browser.py
 
 test-long: $(READY)
-	@$(SITE) pytest $(PARALLEL) -m long --cov=hooklab --cov-report=term
+	@$(call with,site homework) pytest $(PARALLEL) -m long --cov=hooklab --cov-report=term
 	@$(MAKE) --no-print-directory test-portable
 
 # Each setting runs the notebooks once from top to bottom: INSTRUCTIONS-THREADS, or `as-is`, or `fresh`, in which every
@@ -118,10 +119,14 @@ bench: $(READY)
 	  UV_PROJECT_ENVIRONMENT=.venv-bench $(UV) run --quiet --group bench python $$file || status=1; echo; done; exit $$status
 
 site: $(READY)
-	@$(SITE) hooklab site
+	@$(call with,site) hooklab site
 
 site-serve: site
 	@echo "hooklab: http://127.0.0.1:8001/ (Ctrl+C ends it)"; $(RUN) python -m http.server -b 127.0.0.1 -d docs/site/_build/html 8001
+
+# For one language: uv run --group homework hooklab assignments --language en
+assignments: $(READY)
+	@$(call with,homework) hooklab assignments
 
 release-check: export TAG := $(TAG)
 release-check: $(READY)

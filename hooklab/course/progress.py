@@ -57,8 +57,8 @@ def _write(items: dict[str, str]) -> None:
 
 
 def in_kernel() -> bool:
-    """Whether a notebook is being worked through here, and no test."""
-    return hasattr(running_shell(), "kernel")
+    """Whether a notebook is being worked through here: this is no test, nor nbgrader, which marks or validates homework."""
+    return hasattr(running_shell(), "kernel") and "NBGRADER_EXECUTION" not in os.environ
 
 
 def outline() -> dict[str, Any]:

@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parents[2]
 # In a clone the notebooks lie beside the code; where a bundle was installed, they lie beside the environment.
 ROOT = HERE if (HERE / "notebooks").is_dir() else Path(sys.prefix).parent
 FOLDER = "my-notebooks"
+HOMEWORK = "homework"
 FIRST = "00_start_here.ipynb"
 PREPROCESSORS = {"both": "Both", "zh": "Chinese", "en": "English"}
 INSTALL = 'pip install "hooklab[lab]"'
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
     parser = _parser()
     options, others = parser.parse_known_args(arguments)
-    if others and options.command in ("check", "progress"):
+    if others and options.command in ("check", "progress", "assignments"):
         parser.error(f"{options.command} 没有这个选项 / has no such option: {' '.join(others)}")
     try:
         return COMMANDS[options.command](options, others)
@@ -75,6 +76,25 @@ def _parser() -> argparse.ArgumentParser:
         help="幻灯片的语言，默认两种都有 / the language of the slides, both by default",
     )
     add("site", "把课程做成网站", "build the course as a website", "docs/site/build.py")
+    assignments = add("assignments", "把练习做成 nbgrader 的作业", "make nbgrader assignments of the exercises")
+    assignments.add_argument(
+        "notebooks",
+        nargs="*",
+        metavar="NOTEBOOK",
+        help="例如 / such as 12 11_reading_gradients；不写就是全部 / all of them by default",
+    )
+    assignments.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / HOMEWORK,
+        help=f"作业放在哪里 / where the assignments go ({HOMEWORK})",
+    )
+    assignments.add_argument(
+        "--language",
+        choices=PREPROCESSORS,
+        default="both",
+        help="题目的语言，默认两种都有 / the language of the exercises, both by default",
+    )
     return parser
 
 
@@ -117,7 +137,22 @@ def _site(options: argparse.Namespace, others: list[str]) -> int:
     return _python(str(build), *others)
 
 
-COMMANDS = {"lab": _lab, "check": _check, "progress": _progress, "slides": _slides, "site": _site}
+def _assignments(options: argparse.Namespace, others: list[str]) -> int:
+    tool = ROOT / "tools/assignments.py"
+    if not tool.is_file():
+        raise Wrong(f"没有 {tool}：请在课程的克隆里运行", f"there is no {tool}: run this in a clone of the course")
+    _need("nbgrader", "make assignments (uv run --group homework hooklab assignments)")
+    return _python(str(tool), str(options.folder.resolve()), options.language, *options.notebooks)
+
+
+COMMANDS = {
+    "lab": _lab,
+    "check": _check,
+    "progress": _progress,
+    "slides": _slides,
+    "site": _site,
+    "assignments": _assignments,
+}
 
 
 def _need(module: str, command: str) -> None:

@@ -46,7 +46,7 @@ def test_progress_is_the_table_that_a_notebook_shows(capsys, monkeypatch, tmp_pa
     assert "1 / 2" in said
 
 
-@pytest.mark.parametrize("name", ["check", "progress"])
+@pytest.mark.parametrize("name", ["check", "progress", "assignments"])
 def test_what_takes_no_options_refuses_them(name, called, capsys):
     with pytest.raises(SystemExit):
         command.main([name, "--fast"])
@@ -104,6 +104,7 @@ def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys
         (["lab"], "jupyterlab", 'pip install "hooklab[lab]"'),
         (["slides", str(FIRST)], "nbconvert", 'pip install "hooklab[lab]"'),
         (["site"], "sphinx", "uv run --group site hooklab site"),
+        (["assignments"], "nbgrader", "uv run --group homework hooklab assignments"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_how_to_get_it(

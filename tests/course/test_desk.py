@@ -76,6 +76,15 @@ def test_tests_and_scripts_keep_nothing(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
+def test_homework_that_is_marked_is_nobodys_progress(learn, tmp_path):
+    answer = "check.exercise('00.A', lambda grad: grad / 2)"
+    (message,) = learn(f"os.environ['NBGRADER_EXECUTION'] = 'autograde'\n{answer}")
+    assert message.startswith("Right.")
+    assert not (tmp_path / "hooklab").exists()
+    learn(answer)
+    assert kept(tmp_path) == {"00.A": "done"}
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"00.A": 3}', "null"])
 def test_a_damaged_file_counts_as_nothing_done(learn, tmp_path, content):
     (tmp_path / "hooklab").mkdir()

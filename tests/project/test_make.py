@@ -68,6 +68,12 @@ def test_with_cpu_the_wheels_come_from_pytorchs_index_and_no_later_command_repla
     sphinx, build = make(folder, "site")[0]
     assert sphinx == "pip install --python .venv --torch-backend=cpu --quiet --group site"
     assert build == "run --quiet --no-sync hooklab site"
+    nbgrader, export = make(folder, "assignments")[0]
+    assert nbgrader == "pip install --python .venv --torch-backend=cpu --quiet --group homework"
+    assert export == "run --quiet --no-sync hooklab assignments"
+    groups, _, *portable = make(folder, "test-long")[0]
+    assert groups.endswith("--quiet --group site --group homework")
+    assert portable, "and then the notebooks in other settings"
 
 
 def test_a_whole_installation_stays_one_with_cpu(folder):
