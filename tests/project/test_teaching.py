@@ -83,8 +83,8 @@ def test_notes_fit_on_two_sheets_of_paper(stem):
         len(re.findall(pattern, prose_rules.FENCE.sub("", " ".join(both[language] for both in written))))
         for language, pattern in (("en", r"[A-Za-z0-9'’]+"), ("zh", prose_rules.HAN))
     )
-    assert words <= 700
-    assert characters <= 900
+    assert words <= 640
+    assert characters <= 780
 
 
 @each_notes
