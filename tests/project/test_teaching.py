@@ -63,6 +63,7 @@ def test_notes_have_the_parts_that_a_teacher_looks_for_in_both_languages(stem):
     assert set(text) == {"sections", "wrong", "draw", "leave_out", "exam"}
     assert len(text["sections"]) >= 5, "what to say in a section"
     assert len(text["wrong"]) >= 3
+    assert text["leave_out"]["sections"]
     named = [one["of"] for one in text["wrong"] if teaching.said(stem, one["of"])]
     assert len(named) >= 2, "wrong answers that a check knows"
     assert [set(one) for one in text["exam"]] == [{"question", "answer", "proof"}] * 2
