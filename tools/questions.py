@@ -48,7 +48,7 @@ class Question:
     def heading(self, language: str) -> str:
         """As it is now, under the title of its notebook."""
         title, section = _cells(self.stem)[0].source, _cells(self.stem)[self._place()].source
-        return f"{_in(language, title)} › {_in(language, section)}"
+        return f"{in_language(language, title)} › {in_language(language, section)}"
 
     def outputs(self) -> str:
         """Every text that the cells of the section print, with single spaces."""
@@ -103,7 +103,7 @@ def _question(row: dict) -> Question:
     return Question({language: row[language] for language in PATHS}, stem, cell_id, row.get("error"))
 
 
-def _in(language: str, source: str) -> str:
+def in_language(language: str, source: str) -> str:
     """The heading at the top of a cell in one language, its number with it in both."""
     zh, en = HEADING.match(source).groups()
     number = re.match(r"[\d.]+ ", zh)

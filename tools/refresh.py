@@ -1,7 +1,7 @@
 """`make refresh`: run every notebook, store its outputs in normal form, and rebuild the pages and the outline.
 
-The pages are notebooks/SOURCES.md, QUESTIONS.md, docs/cheatsheet.md, docs/atlas.md and docs/glossary.md, with their Chinese
-editions.
+The pages are notebooks/SOURCES.md, QUESTIONS.md, docs/cheatsheet.md, docs/atlas.md, docs/glossary.md and docs/teaching/, with
+their Chinese editions.
 
 Run it twice and no byte changes. A notebook that does not run to its end is left as it was.
 `python tools/refresh.py 11` refreshes the notebooks whose names begin with 11 alone.
@@ -25,6 +25,8 @@ import parity
 import questions
 import reference_pages
 import sources_table
+import teaching
+import teaching_plans
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -60,6 +62,8 @@ def pages() -> dict[Path, str]:
         **{page: reference_pages.cheatsheet(language) for language, page in reference_pages.CHEATSHEETS.items()},
         **{page: parity.page(language) for language, page in atlas.PATHS.items()},
         reference_pages.GLOSSARY: reference_pages.glossary(),
+        **teaching.pages(),
+        **teaching_plans.pages(),
     }
 
 

@@ -31,12 +31,15 @@ PAGES = {
     "sources": "notebooks/SOURCES.md",
     "limits": "docs/limits{}.md",
     "teaching": "docs/teaching{}.md",
+    "teaching/plans": "docs/teaching/README{}.md",
     "regression": "docs/regression{}.md",
     "contributing": "CONTRIBUTING{}.md",
     "changelog": "CHANGELOG.md",
     "decisions/index": "docs/decisions/README.md",
 }
 PAGES |= {f"decisions/{page.stem}": f"docs/decisions/{page.name}" for page in sorted(ROOT.glob("docs/decisions/0*.md"))}
+NOTES = sorted(page.stem for page in ROOT.glob("docs/teaching/notes/*.yml"))  # the teacher's, on a notebook
+PAGES |= {f"teaching/{stem}": f"docs/teaching/{stem}{{}}.md" for stem in NOTES}
 ENGLISH_ONLY = ("changelog", "decisions/")
 LINK = re.compile(r"(?<!!)\[((?:`[^`]*`|[^]`])*)\]\(([^)\s:]+)\)")  # within the repository
 ROW = re.compile(r"^\| \[(\d\d) [^]]+\]\([^)]+\) \| (.+?) \| \d+ \|$", re.MULTILINE)
@@ -170,11 +173,14 @@ class Edition:
         if page == "decisions/index":
             own = "\n".join(other.removeprefix("decisions/") for other in PAGES if other.startswith("decisions/0"))
             text += f"\n```{{toctree}}\n:hidden:\n\n{own}\n```\n"
+        if page == "teaching":
+            own = "\n".join(f"teaching/{stem}" for stem in ["plans", *NOTES])
+            text += f"\n```{{toctree}}\n:hidden:\n\n{own}\n```\n"
         if page in ("cheatsheet", "atlas", "questions", "sources", "limits"):  # wide tables
             text = f"---\nlayout: compact\n---\n\n{text}"
         if page in ("glossary", "sources"):
             text = self.split.document(text)
-        if page in ("cheatsheet", "atlas", "questions", "glossary", "sources"):
+        if page in ("cheatsheet", "atlas", "questions", "glossary", "sources") or page.startswith("teaching/"):
             text = re.sub(r"^[^|\n]*(?:`make refresh`|JupyterLab)[^|\n]*$", about_the_page, text, flags=re.MULTILINE)
         elif self.language == "zh" and page.startswith(ENGLISH_ONLY):
             text = text.replace("\n", "\n\n*本页只有英文。*\n", 1)
@@ -183,7 +189,7 @@ class Edition:
 
     def links(self, text: str, file: str) -> str:
         """What `file` links to: a page of the site, else the file in the repository, else only its words."""
-        depth = "../" if file.startswith("docs/decisions") else ""
+        depth = "../" if file.startswith(("docs/decisions/", "docs/teaching/")) else ""
 
         def convert(found: re.Match[str]) -> str:
             words, target = found.groups()

@@ -24,7 +24,8 @@ from hooklab.course.export import Chinese, English
 
 ROOT = notebook_form.ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *notebook_form.NOTEBOOKS.glob("*.md"), *ROOT.glob("docs/*.md")])
+FOLDERS = [ROOT, notebook_form.NOTEBOOKS, ROOT / "docs", ROOT / "docs/teaching"]
+DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 # Of each, `name.md` and `name.zh-CN.md` say the same, each in its language.
 IN_TWO_LANGUAGES = ["README", "CONTRIBUTING", "docs/install", "docs/teaching", "docs/regression"]
 PAIRS = [*IN_TWO_LANGUAGES, "docs/atlas"]

@@ -65,7 +65,7 @@ def pages(site):
 def test_every_notebook_and_document_has_a_page_in_both_languages(pages):
     names = [book["file"].removesuffix(".ipynb") for book in BOOKS]
     names += ["course", "questions", "cheatsheet", "glossary", "sources", "limits", "contributing", "changelog", "api"]
-    names += ["install", "teaching", "decisions", "atlas"]
+    names += ["install", "teaching", "teaching/plans", "teaching/11_reading_gradients", "decisions", "atlas"]
     assert {f"{language}/{name}/" for language in ("zh", "en") for name in names} <= set(pages)
     assert {page[3:] for page in pages if page.startswith("zh/")} == {
         page[3:] for page in pages if page.startswith("en/")
