@@ -16,7 +16,6 @@ HERE = Path(__file__).resolve().parents[2]
 ROOT = HERE if (HERE / "notebooks").is_dir() else Path(sys.prefix).parent
 FOLDER = "my-notebooks"
 FIRST = "00_start_here.ipynb"
-PREPROCESSORS = {"both": "Both", "zh": "Chinese", "en": "English"}
 INSTALL = 'pip install "hooklab[lab]"'
 
 
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
     parser = _parser()
     options, others = parser.parse_known_args(arguments)
-    if others and options.command in ("check", "progress"):
+    if others and options.command in ("check", "progress", "slides"):
         parser.error(f"{options.command} 没有这个选项 / has no such option: {' '.join(others)}")
     try:
         return COMMANDS[options.command](options, others)
@@ -66,13 +65,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("check", "这台机器缺什么", "what is missing on this machine")
     add("progress", "你做到了哪里", "what you have done so far")
-    slides = add("slides", "把一本笔记本变成幻灯片", "make slides of a notebook", "nbconvert")
-    slides.add_argument("notebook", type=Path, help="例如 / such as notebooks/11_reading_gradients.ipynb")
+    slides = add("slides", "生成幻灯片", "make slides")
+    slides.add_argument(
+        "notebooks",
+        type=Path,
+        nargs="*",
+        help="例如 notebooks/11_reading_gradients.ipynb，不写就是全部 / such as this one; all of them by default",
+    )
     slides.add_argument(
         "--language",
-        choices=PREPROCESSORS,
+        choices=["zh", "en", "both"],
         default="both",
-        help="幻灯片的语言，默认两种都有 / the language of the slides, both by default",
+        help="幻灯片的语言，默认两种各一份 / the language of the slides, by default a deck in each",
     )
     add("site", "把课程做成网站", "build the course as a website", "docs/site/build.py")
     return parser
@@ -98,23 +102,30 @@ def _progress(options: argparse.Namespace, others: list[str]) -> int:
 
 
 def _slides(options: argparse.Namespace, others: list[str]) -> int:
-    notebooks = ROOT / "notebooks"
-    if not options.notebook.is_file():
-        raise Wrong(
-            f"没有 {options.notebook} 这个文件；课程的笔记本在 {notebooks}",
-            f"there is no file {options.notebook}; the notebooks of the course are in {notebooks}",
-        )
-    _need("nbconvert", INSTALL)
-    preprocessor = f"--SlidesExporter.preprocessors=hooklab.export.{PREPROCESSORS[options.language]}"
-    return _python("-m", "nbconvert", "--to", "slides", preprocessor, str(options.notebook), *others)
+    for notebook in options.notebooks:
+        if not notebook.is_file():
+            notebooks = ROOT / "notebooks"
+            raise Wrong(
+                f"没有 {notebook} 这个文件；课程的笔记本在 {notebooks}",
+                f"there is no file {notebook}; the notebooks of the course are in {notebooks}",
+            )
+    arguments = [f"--language={options.language}", *map(str, options.notebooks)]
+    return _build("docs/slides/build.py", "docutils", "uv sync", arguments)
 
 
 def _site(options: argparse.Namespace, others: list[str]) -> int:
-    build = ROOT / "docs/site/build.py"
-    if not build.is_file():
-        raise Wrong(f"没有 {build}：请在课程的克隆里运行", f"there is no {build}: run this in a clone of the course")
-    _need("sphinx", "make site (uv run --group site hooklab site)")
-    return _python(str(build), *others)
+    return _build("docs/site/build.py", "sphinx", "make site (uv run --group site hooklab site)", others)
+
+
+def _build(script: str, module: str, remedy: str, arguments: list[str]) -> int:
+    """Run what only a clone has, and what needs a package that `remedy` brings."""
+    if not (ROOT / script).is_file():
+        raise Wrong(
+            f"没有 {ROOT / script}：请在课程的克隆里运行",
+            f"there is no {ROOT / script}: run this in a clone of the course",
+        )
+    _need(module, remedy)
+    return _python(str(ROOT / script), *arguments)
 
 
 COMMANDS = {"lab": _lab, "check": _check, "progress": _progress, "slides": _slides, "site": _site}

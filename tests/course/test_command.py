@@ -1,8 +1,6 @@
 """`hooklab`, the one command line of the course (`hooklab lab` is in test_working_copy.py)."""
 
 import json
-import subprocess
-import sys
 
 import notebook_form
 import pytest
@@ -46,7 +44,7 @@ def test_progress_is_the_table_that_a_notebook_shows(capsys, monkeypatch, tmp_pa
     assert "1 / 2" in said
 
 
-@pytest.mark.parametrize("name", ["check", "progress"])
+@pytest.mark.parametrize("name", ["check", "progress", "slides"])
 def test_what_takes_no_options_refuses_them(name, called, capsys):
     with pytest.raises(SystemExit):
         command.main([name, "--fast"])
@@ -55,29 +53,16 @@ def test_what_takes_no_options_refuses_them(name, called, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [([], "Both"), (["--language=zh"], "Chinese"), (["--language", "en"], "English")]
+    ("options", "passed"),
+    [
+        ([], ["--language=both"]),
+        (["--language=zh"], ["--language=zh"]),
+        ([str(FIRST), "--language", "en"], ["--language=en", str(FIRST)]),
+    ],
 )
-def test_slides_are_what_nbconvert_makes_in_one_language_or_both(called, options, name):
-    assert command.main(["slides", str(FIRST), *options, "--output=class"]) == 7
-    preprocessor = f"--SlidesExporter.preprocessors=hooklab.export.{name}"
-    assert called == [["-m", "nbconvert", "--to", "slides", preprocessor, str(FIRST), "--output=class"]]
-
-
-@pytest.mark.long
-def test_slides_are_written(tmp_path):
-    run = [
-        sys.executable,
-        "-m",
-        "hooklab_desk.command",
-        "slides",
-        str(FIRST),
-        "--language=zh",
-        f"--output-dir={tmp_path}",
-    ]
-    assert subprocess.run(run, capture_output=True).returncode == 0
-    page = (tmp_path / "11_reading_gradients.slides.html").read_text(encoding="utf-8")
-    assert "11 读取梯度" in page
-    assert "11 Reading gradients" not in page
+def test_slides_are_made_of_all_notebooks_or_of_those_that_are_named(called, options, passed):
+    assert command.main(["slides", *options]) == 7
+    assert called == [[str(notebook_form.ROOT / "docs/slides/build.py"), *passed]]
 
 
 def test_slides_of_a_notebook_that_is_not_there_say_where_notebooks_are(called, capsys):
@@ -88,12 +73,15 @@ def test_slides_of_a_notebook_that_is_not_there_say_where_notebooks_are(called, 
     assert called == []
 
 
-def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "script"), [(["site", "--check"], "site"), (["slides", "--language=zh"], "slides")]
+)
+def test_site_and_slides_are_made_in_a_clone_only(called, monkeypatch, tmp_path, capsys, arguments, script):
     monkeypatch.setattr(command, "find_spec", lambda name: name)
-    assert command.main(["site", "--check"]) == 7
-    assert called == [[str(notebook_form.ROOT / "docs/site/build.py"), "--check"]]
+    assert command.main(arguments) == 7
+    assert called == [[str(notebook_form.ROOT / f"docs/{script}/build.py"), arguments[1]]]
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    assert command.main(["site"]) == 1
+    assert command.main(arguments) == 1
     assert "run this in a clone of the course" in capsys.readouterr().err
     assert len(called) == 1
 
@@ -102,7 +90,7 @@ def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys
     ("arguments", "module", "remedy"),
     [
         (["lab"], "jupyterlab", 'pip install "hooklab[lab]"'),
-        (["slides", str(FIRST)], "nbconvert", 'pip install "hooklab[lab]"'),
+        (["slides", str(FIRST)], "docutils", "uv sync"),
         (["site"], "sphinx", "uv run --group site hooklab site"),
     ],
 )
