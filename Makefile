@@ -28,7 +28,7 @@ PARALLEL := -n auto --maxprocesses 4
 PYTEST := $(RUN) pytest $(PARALLEL)
 # The address of the first notebook stands in what JupyterLab prints, also where no browser opens.
 
-.PHONY: help lab site site-serve assignments bundle release-check test test-long test-portable refresh lint format bench screenshots clean
+.PHONY: help lab site site-serve slides assignments bundle release-check test test-long test-portable refresh lint format bench screenshots clean
 help:
 	@echo "make lab            open the course in JupyterLab, in a working copy of your own: my-notebooks/"
 	@echo "make lab CPU=1      the same with PyTorch's CPU wheels, for Linux without an NVIDIA GPU (once; make clean begins again)"
@@ -39,6 +39,7 @@ help:
 	@echo "make lint           check style and types (make format fixes the style)"
 	@echo "make screenshots    run every notebook in a browser and keep pictures of it in tests/screenshots/"
 	@echo "make site           build the course as a website, in both languages (make site-serve shows it)"
+	@echo "make slides         make slides of every notebook, in both languages, for a room without a network: slides/"
 	@echo "make assignments    make nbgrader assignments of the exercises, in homework/"
 	@echo "make bundle         pack the course for a room without a network: FOR='windows-x86_64 3.12', or this machine"
 	@echo "make bench          measure speed against the budgets"
@@ -124,6 +125,9 @@ site: $(READY)
 site-serve: site
 	@echo "hooklab: http://127.0.0.1:8001/ (Ctrl+C ends it)"; $(RUN) python -m http.server -b 127.0.0.1 -d docs/site/_build/html 8001
 
+slides: $(READY)
+	@$(RUN) hooklab slides
+
 # For one language: uv run --group homework hooklab assignments --language en
 assignments: $(READY)
 	@$(call with,homework) hooklab assignments
@@ -132,7 +136,7 @@ release-check: export TAG := $(TAG)
 release-check: $(READY)
 	@$(RUN) python tools/release_check.py $${TAG:+"$$TAG"}
 
-# For another platform or Python: make bundle FOR='windows-x86_64 3.12'. A site that lies there comes along.
+# For another platform or Python: make bundle FOR='windows-x86_64 3.12'. A site and slides that lie there come along.
 bundle: $(READY)
 	@UV=$(UV) $(RUN) python tools/bundle.py $(FOR)
 

@@ -1,5 +1,5 @@
-"""The door for nbconvert: `--SlidesExporter.preprocessors=hooklab.export.Both` (or `Chinese`, `English`); and for the site."""
+"""The door for nbconvert, `--HTMLExporter.preprocessors=hooklab.export.English` (or `Chinese`), for the site and the slides."""
 
-from hooklab.course.export import LANGUAGES, Both, Chinese, English, OneLanguage
+from hooklab.course.export import LANGUAGES, Chinese, English, OneLanguage
 
-__all__ = ["LANGUAGES", "Both", "Chinese", "English", "OneLanguage"]
+__all__ = ["LANGUAGES", "Chinese", "English", "OneLanguage"]

@@ -1,6 +1,6 @@
 """`hooklab assignments`: the exercises of the notebooks as a course for nbgrader, an assignment for each notebook.
 
-    python tools/assignments.py FOLDER LANGUAGE [NOTEBOOK ...]
+    python tools/assignments.py FOLDER LANGUAGE NOTEBOOK ...
 
 This writes the version of the teacher, `source/`, and nbgrader makes that of the students from it, `release/`. An assignment
 that lies there already is left alone.
@@ -55,8 +55,8 @@ c.Execute.timeout = 60
 """
 
 
-def main(folder: Path, language: str, names: list[str]) -> None:
-    notebooks = [path for path in chosen(names) if not any(map(Path.exists, places(folder, path.stem)))]
+def main(folder: Path, language: str, paths: list[Path]) -> None:
+    notebooks = [path for path in paths if not any(map(Path.exists, places(folder, path.stem)))]
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "nbgrader_config.py"
     if not config.exists():
@@ -75,20 +75,6 @@ def main(folder: Path, language: str, names: list[str]) -> None:
             if not released.exists():
                 shutil.rmtree(source, ignore_errors=True)
     tell(folder, [path.stem for path in notebooks])
-
-
-def chosen(names: list[str]) -> list[Path]:
-    """The notebooks with these numbers, names or paths; where none is named, all."""
-    known = notebook_form.paths()
-    wanted = [Path(name).stem for name in names]
-    missing = [name for name in wanted if not any(name in (path.stem, path.stem[:2]) for path in known)]
-    if missing:
-        have = ", ".join(path.stem[:2] for path in known)
-        sys.exit(
-            f"hooklab: 没有 {', '.join(missing)} 这本笔记本；请写编号或文件名，编号有 {have}\n"
-            f"hooklab: there is no notebook {', '.join(missing)}; give a number or a file name; the numbers are {have}"
-        )
-    return [path for path in known if not wanted or path.stem in wanted or path.stem[:2] in wanted]
 
 
 def places(folder: Path, name: str) -> tuple[Path, Path]:
@@ -193,4 +179,4 @@ def tell(folder: Path, new: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2], [Path(name) for name in sys.argv[3:]])

@@ -2,9 +2,9 @@
 
     python tools/bundle.py [PLATFORM] [PYTHON]        as in: python tools/bundle.py windows-x86_64 3.12
 
-The archive holds the wheels of all that `hooklab lab` needs (PyTorch's are those for the CPU), the notebooks, the site where it
-has been built, and what lies in tools/bundled/. Without arguments it is made for this machine and this Python. Mirrors are
-those of UV_DEFAULT_INDEX and PIP_INDEX_URL.
+The archive holds the wheels of all that `hooklab lab` needs (PyTorch's are those for the CPU), the notebooks, the site
+and the slides where they have been made, and what lies in tools/bundled/. Without arguments it is made for this
+machine and this Python. Mirrors are those of UV_DEFAULT_INDEX and PIP_INDEX_URL.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PLATFORMS = {
     "macos-arm64": ("aarch64-apple-darwin", ["macosx_14_0_arm64"]),
     "windows-x86_64": ("x86_64-pc-windows-msvc", ["win_amd64"]),
 }
-NOT_FOR_LEARNERS = shutil.ignore_patterns(".*", "__pycache__", "*.slides.html", "*.yml", "ruff.toml")
+NOT_FOR_LEARNERS = shutil.ignore_patterns(".*", "__pycache__", "*.yml", "ruff.toml")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,6 +91,8 @@ def pack(wheels: Path, platform: str, python: str, into: Path) -> Path:
             shutil.copy2(page, folder / page.relative_to(ROOT))
         if (site := ROOT / "docs/site/_build/html").is_dir():
             shutil.copytree(site, folder / "site")
+        if (slides := ROOT / "slides").is_dir():
+            shutil.copytree(slides, folder / "slides")
         form = "zip" if platform.startswith("windows") else "gztar"
         return Path(shutil.make_archive(str(into / name), form, temporary, name))
 

@@ -1,1 +1,1 @@
-"""Everything that belongs to the lessons and not to hooks: set-up, checks, messages, slides."""
+"""Everything that belongs to the lessons and not to hooks: set-up, checks, messages, languages."""

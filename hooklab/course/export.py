@@ -1,24 +1,20 @@
-"""Slides on which nothing is cut off, and one language alone in what nbconvert makes of a notebook: slides, a page, a script.
+"""One language alone in a notebook: for the website, for slides, and for what nbconvert makes, such as a page or a script.
 
-    jupyter nbconvert --to slides --SlidesExporter.preprocessors=hooklab.export.English notebooks/11_reading_gradients.ipynb
+    jupyter nbconvert --to html --HTMLExporter.preprocessors=hooklab.export.English notebooks/11_reading_gradients.ipynb
 
 Source: [preprocessors](https://nbconvert.readthedocs.io/en/latest/nbconvert_library.html#Using-different-preprocessors).
 """
 
 import re
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from nbconvert.preprocessors import Preprocessor
 from nbformat import NotebookNode
 
-from hooklab.course.message import Message
-
-__all__ = ["LANGUAGES", "Both", "Chinese", "English", "OneLanguage"]
+__all__ = ["LANGUAGES", "Chinese", "English", "OneLanguage"]
 
 # `## 3 中文 · English`; code in a fence, whose lines may look like it, is matched first and left alone.
 HEADING = re.compile(r"^(`{3,}|~{3,})[\s\S]*?^\1|^(#+ (?:[\d.]+ )?)(.+?) · (.+)$", re.MULTILINE)
-PREDICTS = re.compile(r"check\.predict\(\"([^\"]+)\"")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 # Begin, middle and end of a heading, of a table cell or the title of a link in it, and of a cell with two lines.
 BILINGUAL = (
@@ -28,54 +24,8 @@ BILINGUAL = (
 )
 DIV = re.compile(r"<(/?)div\b[^>]*>\n*")
 
-# A slide that is longer than the screen scrolls, and a long line of code wraps: nbconvert's own page cuts both off.
-STYLE = """
 
-<style>
-.reveal .slides section section { max-height: 100%; overflow: hidden auto; box-sizing: border-box; }
-.reveal .jp-InputArea-editor pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-</style>"""
-
-
-class Both(Preprocessor):
-    """Both languages, as they are; slides get a style of their own, and below a guess what there is to learn."""
-
-    def preprocess(self, notebook: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
-        """The notebook for its exporter, and the resources as they were."""
-        slides = resources.get("output_extension") == ".slides.html"
-        if slides:
-            for cell in notebook.cells:
-                _answer(cell)
-        prose = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
-        notebook, resources = super().preprocess(notebook, resources)
-        if prose and slides:
-            prose[0].source += STYLE
-        return notebook, resources
-
-    def preprocess_cell(
-        self, cell: NotebookNode, resources: dict[str, Any], index: int
-    ) -> tuple[NotebookNode, dict[str, Any]]:
-        """The cell and the resources as they were."""
-        return cell, resources
-
-
-def _answer(cell: NotebookNode) -> None:
-    """On a slide nobody can be told to type: the explanation of a guess takes that place; below an exercise nothing."""
-    if not any("hooklab-todo" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", ())):
-        return
-    predicted = PREDICTS.search(cell.source)
-    if predicted is None:
-        cell.outputs = []
-        return
-    from hooklab.course import check  # nbconvert may need none of it
-
-    with suppress(KeyError):  # of somebody else
-        question = check.find(predicted[1], check.Prediction)
-        said = Message("note", question.zh, question.en)
-        cell.outputs[0].data = {"text/html": said._repr_html_(), "text/plain": repr(said)}
-
-
-class OneLanguage(Both):
+class OneLanguage(Preprocessor):
     """Leaves one language in prose, headings and messages; code and what it prints are for all."""
 
     other: ClassVar[str]  # the value of `lang` that goes

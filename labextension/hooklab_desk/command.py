@@ -17,8 +17,9 @@ ROOT = HERE if (HERE / "notebooks").is_dir() else Path(sys.prefix).parent
 FOLDER = "my-notebooks"
 HOMEWORK = "homework"
 FIRST = "00_start_here.ipynb"
-PREPROCESSORS = {"both": "Both", "zh": "Chinese", "en": "English"}
 INSTALL = 'pip install "hooklab[lab]"'
+LANGUAGES = ["both", "zh", "en"]
+SOME = "例如 / such as 12 11_reading_gradients；不写就是全部 / all of them by default"
 
 
 class Wrong(Exception):
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that knows no Chinese still shows the English
     parser = _parser()
     options, others = parser.parse_known_args(arguments)
-    if others and options.command in ("check", "progress", "assignments"):
+    if others and options.command in ("check", "progress", "slides", "assignments"):
         parser.error(f"{options.command} 没有这个选项 / has no such option: {' '.join(others)}")
     try:
         return COMMANDS[options.command](options, others)
@@ -67,22 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("check", "这台机器缺什么", "what is missing on this machine")
     add("progress", "你做到了哪里", "what you have done so far")
-    slides = add("slides", "把一本笔记本变成幻灯片", "make slides of a notebook", "nbconvert")
-    slides.add_argument("notebook", type=Path, help="例如 / such as notebooks/11_reading_gradients.ipynb")
+    slides = add("slides", "生成幻灯片", "make slides")
+    slides.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help=SOME)
     slides.add_argument(
         "--language",
-        choices=PREPROCESSORS,
+        choices=LANGUAGES,
         default="both",
-        help="幻灯片的语言，默认两种都有 / the language of the slides, both by default",
+        help="幻灯片的语言，默认两种各一份 / the language of the slides, by default a deck in each",
     )
     add("site", "把课程做成网站", "build the course as a website", "docs/site/build.py")
     assignments = add("assignments", "把练习做成 nbgrader 的作业", "make nbgrader assignments of the exercises")
-    assignments.add_argument(
-        "notebooks",
-        nargs="*",
-        metavar="NOTEBOOK",
-        help="例如 / such as 12 11_reading_gradients；不写就是全部 / all of them by default",
-    )
+    assignments.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help=SOME)
     assignments.add_argument(
         "--folder",
         type=Path,
@@ -91,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     assignments.add_argument(
         "--language",
-        choices=PREPROCESSORS,
+        choices=LANGUAGES,
         default="both",
         help="题目的语言，默认两种都有 / the language of the exercises, both by default",
     )
@@ -118,31 +114,42 @@ def _progress(options: argparse.Namespace, others: list[str]) -> int:
 
 
 def _slides(options: argparse.Namespace, others: list[str]) -> int:
-    notebooks = ROOT / "notebooks"
-    if not options.notebook.is_file():
-        raise Wrong(
-            f"没有 {options.notebook} 这个文件；课程的笔记本在 {notebooks}",
-            f"there is no file {options.notebook}; the notebooks of the course are in {notebooks}",
-        )
-    _need("nbconvert", INSTALL)
-    preprocessor = f"--SlidesExporter.preprocessors=hooklab.export.{PREPROCESSORS[options.language]}"
-    return _python("-m", "nbconvert", "--to", "slides", preprocessor, str(options.notebook), *others)
+    return _build("docs/slides/build.py", "docutils", "uv sync", [options.language, *_notebooks(options.notebooks)])
 
 
 def _site(options: argparse.Namespace, others: list[str]) -> int:
-    build = ROOT / "docs/site/build.py"
-    if not build.is_file():
-        raise Wrong(f"没有 {build}：请在课程的克隆里运行", f"there is no {build}: run this in a clone of the course")
-    _need("sphinx", "make site (uv run --group site hooklab site)")
-    return _python(str(build), *others)
+    return _build("docs/site/build.py", "sphinx", "make site (uv run --group site hooklab site)", others)
+
+
+def _build(script: str, module: str, remedy: str, arguments: list[str]) -> int:
+    """Run what only a clone has, and what needs a package that `remedy` brings."""
+    if not (ROOT / script).is_file():
+        raise Wrong(
+            f"没有 {ROOT / script}：请在课程的克隆里运行",
+            f"there is no {ROOT / script}: run this in a clone of the course",
+        )
+    _need(module, remedy)
+    return _python(str(ROOT / script), *arguments)
 
 
 def _assignments(options: argparse.Namespace, others: list[str]) -> int:
-    tool = ROOT / "tools/assignments.py"
-    if not tool.is_file():
-        raise Wrong(f"没有 {tool}：请在课程的克隆里运行", f"there is no {tool}: run this in a clone of the course")
-    _need("nbgrader", "make assignments (uv run --group homework hooklab assignments)")
-    return _python(str(tool), str(options.folder.resolve()), options.language, *options.notebooks)
+    arguments = [str(options.folder.resolve()), options.language, *_notebooks(options.notebooks)]
+    remedy = "make assignments (uv run --group homework hooklab assignments)"
+    return _build("tools/assignments.py", "nbgrader", remedy, arguments)
+
+
+def _notebooks(names: list[str]) -> list[str]:
+    """The paths of what is named by a number, a name or a path; of all notebooks, where nothing is."""
+    known = {path.stem: str(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+    numbers = {stem[:2]: path for stem, path in known.items()}
+    found = {name: name if Path(name).is_file() else (known | numbers).get(name) for name in names}
+    for name, path in found.items():
+        if path is None:
+            raise Wrong(
+                f"没有 {name} 这本笔记本；请写编号或文件名，编号有 {', '.join(numbers)}",
+                f"there is no notebook {name}; give a number or a file; the numbers are {', '.join(numbers)}",
+            )
+    return [path for path in found.values() if path] or list(known.values())
 
 
 COMMANDS = {

@@ -1,14 +1,13 @@
 """`hooklab`, the one command line of the course (`hooklab lab` is in test_working_copy.py)."""
 
 import json
-import subprocess
-import sys
 
 import notebook_form
 import pytest
 from hooklab_desk import command
 
 FIRST = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
+ALL = [str(path) for path in notebook_form.paths()]
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_progress_is_the_table_that_a_notebook_shows(capsys, monkeypatch, tmp_pa
     assert "1 / 2" in said
 
 
-@pytest.mark.parametrize("name", ["check", "progress", "assignments"])
+@pytest.mark.parametrize("name", ["check", "progress", "slides", "assignments"])
 def test_what_takes_no_options_refuses_them(name, called, capsys):
     with pytest.raises(SystemExit):
         command.main([name, "--fast"])
@@ -55,45 +54,42 @@ def test_what_takes_no_options_refuses_them(name, called, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [([], "Both"), (["--language=zh"], "Chinese"), (["--language", "en"], "English")]
+    ("options", "passed"),
+    [
+        ([], ["both", *ALL]),
+        (["--language=zh"], ["zh", *ALL]),
+        ([str(FIRST), "--language", "en"], ["en", str(FIRST)]),
+        (
+            ["35", "12_changing_gradients"],
+            ["both", *(path for name in ("35", "12") for path in ALL if f"{name}_" in path)],
+        ),
+    ],
 )
-def test_slides_are_what_nbconvert_makes_in_one_language_or_both(called, options, name):
-    assert command.main(["slides", str(FIRST), *options, "--output=class"]) == 7
-    preprocessor = f"--SlidesExporter.preprocessors=hooklab.export.{name}"
-    assert called == [["-m", "nbconvert", "--to", "slides", preprocessor, str(FIRST), "--output=class"]]
+def test_slides_are_made_of_all_notebooks_or_of_those_that_are_named(called, options, passed):
+    assert command.main(["slides", *options]) == 7
+    assert called == [[str(notebook_form.ROOT / "docs/slides/build.py"), *passed]]
 
 
-@pytest.mark.long
-def test_slides_are_written(tmp_path):
-    run = [
-        sys.executable,
-        "-m",
-        "hooklab_desk.command",
-        "slides",
-        str(FIRST),
-        "--language=zh",
-        f"--output-dir={tmp_path}",
-    ]
-    assert subprocess.run(run, capture_output=True).returncode == 0
-    page = (tmp_path / "11_reading_gradients.slides.html").read_text(encoding="utf-8")
-    assert "11 读取梯度" in page
-    assert "11 Reading gradients" not in page
-
-
-def test_slides_of_a_notebook_that_is_not_there_say_where_notebooks_are(called, capsys):
-    assert command.main(["slides", "11.ipynb"]) == 1
+@pytest.mark.parametrize("name", ["99", "11.ipynb", "12_changing"])
+@pytest.mark.parametrize("about", ["slides", "assignments"])
+def test_a_notebook_that_is_not_there_is_named_with_those_that_are(called, capsys, about, name):
+    assert command.main([about, "12", name]) == 1
     said = capsys.readouterr().err
-    assert "there is no file 11.ipynb; the notebooks of the course are in" in said
-    assert "没有 11.ipynb 这个文件" in said
+    assert f"there is no notebook {name}; give a number or a file; the numbers are 00, 11, 12" in said
+    assert f"没有 {name} 这本笔记本" in said
     assert called == []
 
 
-def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "script", "passed"),
+    [(["site", "--check"], "site", "--check"), (["slides", "--language=zh"], "slides", "zh")],
+)
+def test_site_and_slides_are_made_in_a_clone_only(called, monkeypatch, tmp_path, capsys, arguments, script, passed):
     monkeypatch.setattr(command, "find_spec", lambda name: name)
-    assert command.main(["site", "--check"]) == 7
-    assert called == [[str(notebook_form.ROOT / "docs/site/build.py"), "--check"]]
+    assert command.main(arguments) == 7
+    assert called[0][:2] == [str(notebook_form.ROOT / f"docs/{script}/build.py"), passed]
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    assert command.main(["site"]) == 1
+    assert command.main(arguments) == 1
     assert "run this in a clone of the course" in capsys.readouterr().err
     assert len(called) == 1
 
@@ -102,7 +98,7 @@ def test_the_site_is_built_in_a_clone_only(called, monkeypatch, tmp_path, capsys
     ("arguments", "module", "remedy"),
     [
         (["lab"], "jupyterlab", 'pip install "hooklab[lab]"'),
-        (["slides", str(FIRST)], "nbconvert", 'pip install "hooklab[lab]"'),
+        (["slides", str(FIRST)], "docutils", "uv sync"),
         (["site"], "sphinx", "uv run --group site hooklab site"),
         (["assignments"], "nbgrader", "uv run --group homework hooklab assignments"),
     ],

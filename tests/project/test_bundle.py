@@ -103,6 +103,7 @@ def test_a_bundle_holds_the_course_and_says_for_whom_it_is(wheels, tmp_path, pla
     for notebook in notebook_form.paths():
         assert (room / "notebooks" / notebook.name).read_bytes() == notebook.read_bytes()
     assert (room / "site").is_dir() == (ROOT / "docs/site/_build/html").is_dir()
+    assert (room / "slides").is_dir() == (ROOT / "slides").is_dir()
 
 
 @pytest.mark.parametrize("needed", [("amiga-m68k", PYTHON), (PLATFORM, "2.7")])

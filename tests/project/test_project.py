@@ -1,10 +1,9 @@
-"""The project around the notebooks: pins, links, commands, sources, pictures, slides."""
+"""The project around the notebooks: pins, links, commands, sources, pictures, one language alone."""
 
 import json
 import re
 import sys
 import tomllib
-from html import unescape
 from pathlib import Path
 
 import atlas
@@ -14,12 +13,11 @@ import picture_rules
 import pytest
 import sources_table
 import yaml
-from nbconvert import ScriptExporter, SlidesExporter
+from nbconvert import HTMLExporter, ScriptExporter
 from notebook_rules import LINK
 from prose_rules import HAN, ODD, SPAN
 from traitlets.config import Config
 
-from hooklab.course import check
 from hooklab.course.export import Chinese, English
 
 ROOT = notebook_form.ROOT
@@ -29,7 +27,6 @@ DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 # Of each, `name.md` and `name.zh-CN.md` say the same, each in its language.
 IN_TWO_LANGUAGES = ["README", "CONTRIBUTING", "docs/install", "docs/teaching", "docs/regression"]
 PAIRS = [*IN_TWO_LANGUAGES, "docs/atlas"]
-SLIDES = SlidesExporter()  # what `jupyter nbconvert --to slides` runs
 MAPS = {"en": notebook_form.NOTEBOOKS / "images/hook_map.svg", "zh": notebook_form.NOTEBOOKS / "images/hook_map.zh.svg"}
 CHAPTERS = {path.stem for path in notebook_form.paths()}
 
@@ -206,7 +203,7 @@ def test_the_language_switch_has_the_version_of_the_package():
     assert package["version"] == PROJECT["project"]["version"]
 
 
-# ---- pictures and slides ----
+# ---- pictures, and one language alone ----
 
 
 @pytest.mark.parametrize("language", MAPS)
@@ -247,23 +244,6 @@ def test_the_map_links_to_every_notebook_there_is():
         assert {Path(target).stem for target in LINK.findall(half)} == CHAPTERS - {"00_start_here"}
 
 
-LONG_STEMS = [pytest.param(stem, marks=pytest.mark.long) for stem in sorted(CHAPTERS - {"11_reading_gradients"})]
-
-
-@pytest.mark.parametrize("stem", ["11_reading_gradients", *LONG_STEMS])
-def test_a_notebook_converts_to_slides_with_a_column_for_every_section(stem):
-    source = notebook_form.NOTEBOOKS / f"{stem}.ipynb"
-    html, _ = SLIDES.from_filename(str(source))
-    cells = notebook_form.cells(notebook_form.read(source))
-    kinds = [cell.node.metadata.get("slideshow", {}).get("slide_type") for cell in cells]
-    assert kinds.count("slide") > 5
-    # A <section> for each column, and in it one for each slide.
-    assert html.count("<section>") == 2 * kinds.count("slide") + kinds.count("subslide")
-    assert "from hooklab import lesson" in re.sub("<[^>]+>", "", html)
-    drawn = [output for cell in cells for output in cell.outputs if "image/svg+xml" in output.get("data", {})]
-    assert len(re.findall(r'<div class="jp-RenderedSVG [^>]*>\s*<img', html)) == len(drawn)
-
-
 def test_a_script_made_of_a_notebook_holds_its_prose():
     script, resources = ScriptExporter().from_filename(str(ROOT / "notebooks" / "22_backward_hooks.ipynb"))
     assert resources["output_extension"] == ".py"
@@ -271,58 +251,25 @@ def test_a_script_made_of_a_notebook_holds_its_prose():
     assert '# <div lang="zh">' in script
 
 
-@pytest.mark.parametrize("language", ["Both", "Chinese", "English"])
-def test_slides_scroll_and_wrap_and_fold(language):
-    """A style of their own, once, which no script has; what is folded stays inside its fold."""
-    kinds = {SlidesExporter: 1, ScriptExporter: 0}
-    source = str(notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb")
-    for exporter, count in kinds.items():
-        config = Config({exporter.__name__: {"preprocessors": [f"hooklab.export.{language}"]}})
-        text, _ = exporter(config=config).from_filename(source)
-        assert len(re.findall(r"max-height: 100%; overflow: hidden auto", text)) == count
-        if exporter is SlidesExporter:
-            assert re.search(r"<details><summary>[^<]*</summary>\s*<p>", text)
-
-
 @pytest.mark.parametrize("language", ["Chinese", "English"])
-def test_slides_in_one_language_hold_nothing_of_the_other(language):
-    """As docs/teaching.md says: a column for every section all the same, and every message of a check."""
-    source = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
-    html, both = (
-        SlidesExporter(config=Config({"SlidesExporter": {"preprocessors": [f"hooklab.export.{name}"]}})).from_filename(
-            str(source)
-        )[0]
-        for name in (language, "Both")
-    )
+def test_a_page_in_one_language_holds_nothing_of_the_other(language):
+    """What nbconvert makes with the preprocessor of a language: every message of a check all the same, and its title."""
+    source = str(notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb")
+    config = Config({"HTMLExporter": {"preprocessors": [f"hooklab.export.{language}"]}})
+    html, both = HTMLExporter(config=config).from_filename(source)[0], HTMLExporter().from_filename(source)[0]
     page, whole = (
         re.sub("<(style|script).*?</\\1>|<[^>]+>", "", text.partition("<body")[2], flags=re.DOTALL)
         for text in (html, both)
     )
-    assert html.count("<section>") == both.count("<section>")
-    assert both.count("hooklab-message") > 2
-    assert html.count("hooklab-message") == both.count("hooklab-message")
+    assert both.count('class="hooklab-message') > 2
+    assert html.count('class="hooklab-message') == both.count('class="hooklab-message')
     assert bool(re.search("[一-鿿]", page)) == (language == "Chinese")
     english = "After this notebook you can"
     assert english in whole
     assert (english in page) == (language == "English")
-    assert ("11 读取梯度" in page) == (language == "Chinese")
-    assert ("11 Reading gradients" in page) == (language == "English")
     assert '<html lang="{}">'.format({"Chinese": "zh-CN", "English": "en"}[language]) in html
     title = {"Chinese": "11 读取梯度", "English": "11 Reading gradients"}[language]
-    assert f"<title>{title} slides</title>" in html
-
-
-def test_a_slide_below_a_guess_has_the_explanation_and_below_an_exercise_nothing():
-    source = str(notebook_form.NOTEBOOKS / "12_changing_gradients.ipynb")
-    config = Config({"SlidesExporter": {"preprocessors": ["hooklab.export.English"]}})
-    html, _ = SlidesExporter(config=config).from_filename(source)
-    text = " ".join(re.sub("<[^>]+>", "", html).split())
-    predicted = [check.find(f"12.{number}", check.Prediction) for number in range(1, 5)]
-    for question in predicted:
-        assert " ".join(question.en.replace("`", "").split()) in unescape(text)
-    assert "Not attempted yet" not in text
-    script, _ = ScriptExporter(config=Config({"ScriptExporter": config["SlidesExporter"]})).from_filename(source)
-    assert "check.predict(" in script
+    assert f"<title>{title}</title>" in html
 
 
 @pytest.mark.parametrize(
