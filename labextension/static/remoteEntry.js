@@ -1,5 +1,5 @@
 // The language switch: 中文, English or both, in every notebook at once. And pictures for those who only read.
-// Beside it: outputs.js folds what has not run yet, progress.js shows how far one has come.
+// Beside it: outputs.js folds what has not run yet, progress.js shows how far one has come, presenter.js is for a class.
 //
 // JupyterLab (and Notebook 7) runs this file as it stands, there is no build step. A prebuilt extension is an
 // object in window._JUPYTERLAB: init() receives the modules that JupyterLab shares, get() hands over the plugin.
@@ -221,7 +221,10 @@
       const [apputils, rendermime, notebook, widgets, services] = await Promise.all(
         ["@jupyterlab/apputils", "@jupyterlab/rendermime", "@jupyterlab/notebook", "@lumino/widgets", "@jupyterlab/services"].map(moduleOf),
       );
-      const [{ foldOutputs }, { showProgress }] = await Promise.all([import(beside("outputs.js")), import(beside("progress.js"))]);
+      const [{ foldOutputs }, { showProgress }, { addPresenter }] = await Promise.all(
+        ["outputs.js", "progress.js", "presenter.js"].map((name) => import(beside(name))),
+      );
+      const language = { current: () => current, chosen: remembered, show };
       const plugin = (id, tokens, activate) => ({ id, autoStart: true, optional: tokens.filter(Boolean), activate });
       const plugins = [
         plugin("hooklab:plugin", [apputils.ICommandPalette], activate),
@@ -230,11 +233,12 @@
         }),
         plugin("hooklab:outputs", [apputils.ICommandPalette, notebook.INotebookTracker], (app, palette, tracker) => {
           if (!tracker) return;
-          foldOutputs(app, palette, tracker, notebook, storage);
+          const refold = foldOutputs(app, palette, tracker, notebook, storage);
+          addPresenter(app, palette, tracker, language, storage, refold, { ...notebook, ...widgets, ...apputils });
           reachedByTab(tracker);
         }),
         plugin("hooklab:progress", [apputils.ICommandPalette], (app, palette) =>
-          showProgress(app, palette, () => current, widgets, services, notebook, apputils)),
+          showProgress(app, palette, language.current, widgets, services, notebook, apputils)),
       ];
       return () => ({ __esModule: true, default: plugins });
     },
