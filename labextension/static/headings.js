@@ -26,7 +26,7 @@ export function splitHeadings(root) {
     const [, number = "", zh, en] = BOTH.exec(text.data);
     const halves = { zh, both: " · ", en };
     text.replaceWith(number, ...Object.entries(halves).map(([name, words]) => {
-      const half = root.ownerDocument.createElement("span");
+      const half = heading.ownerDocument.createElement("span");
       half.className = `hooklab-half-${name}`;
       half.textContent = words;
       return half;

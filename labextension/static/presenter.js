@@ -113,6 +113,7 @@ export function addPresenter(app, palette, tracker, language, storage, refold, {
   async function toggle() {
     const notebook = tracker.currentWidget;
     if (notebook === panel) return leave();
+    const section = sections(notebook.content).findLastIndex(({ first }) => first <= notebook.content.activeCellIndex);
     let room = language.current();
     if (room === "both") {
       const choices = ["中文", "English"].map((label) => Dialog.okButton({ label }));
@@ -122,7 +123,6 @@ export function addPresenter(app, palette, tracker, language, storage, refold, {
     }
     if (!room) return;
     if (panel) leave();
-    const section = sections(notebook.content).findLastIndex(({ first }) => first <= notebook.content.activeCellIndex);
     const sidebar = app.shell.leftCollapsed === false;
     begin(notebook, { section, room, sidebar, began: Date.now(), since: Date.now(), spent: {}, ran: [] });
   }
