@@ -8,7 +8,7 @@ import { splitHeadings } from "./headings.js";
 const GUESS = { zh: "我猜", en: "My guess" };
 const APPENDIX = { zh: "附录：每个预测的解释", en: "Appendix: what explains each prediction" };
 const PREDICTS = /\bcheck\.predict\("([^"]+)"/;
-const ONLY_CHECKS = /^(\s*(from hooklab import check|check\..*)?\n?)+$/;
+const CHECK = /^(from hooklab import check$|check\.|$)/;
 
 function make(page, tag, content, properties = {}) {
   const node = Object.assign(page.createElement(tag), properties);
@@ -29,11 +29,15 @@ function forPaper(page, { model, node }) {
   const printed = page.getElementById(`cell-id=${model.id}`);
   const source = model.sharedModel.getSource();
   const [, predicts] = (model.type === "code" && PREDICTS.exec(source)) || [];
-  const untried = printed?.querySelector(".hooklab-todo");
-  if (untried) (ONLY_CHECKS.test(source) ? printed : untried.closest(".jp-Cell-outputWrapper")).remove();
+  const untried = /^check\./m.test(source) && printed?.querySelector(".hooklab-todo");
+  if (untried) (source.split("\n").every((line) => CHECK.test(line)) ? printed : untried.closest(".jp-Cell-outputWrapper")).remove();
   if (model.getMetadata("jupyter")?.source_hidden) printed?.querySelector(".jp-Cell-inputWrapper")?.remove();
-  const drawn = node.querySelector(".jp-MarkdownOutput:has(mjx-container)"); // a formula, which takes a script to draw
-  if (drawn) printed?.querySelector(".jp-MarkdownOutput").replaceChildren(...page.importNode(drawn, true).childNodes);
+  const prose = node.querySelector(".jp-MarkdownOutput:has(mjx-container)"); // with a formula, which takes a script to draw
+  if (prose && printed) {
+    const copy = page.importNode(prose, true);
+    copy.querySelectorAll("mjx-container").forEach((formula) => formula.replaceWith(...formula.querySelectorAll("math")));
+    printed.querySelector(".jp-MarkdownOutput").replaceWith(copy);
+  }
   return { guess: /^guess = None\b/.test(source) && printed, predicts, untried };
 }
 
@@ -43,7 +47,6 @@ function handout(text, cells, explained, language, styles, address) {
   page.body.classList.add("hooklab-paper");
   page.head.prepend(make(page, "base", [], { href: address }));
   page.head.append(...styles.map((href) => make(page, "link", [], { rel: "stylesheet", href })));
-  page.head.append(...[...document.querySelectorAll("#MJX-CHTML-styles")].map((style) => page.importNode(style, true)));
 
   const predicted = [];
   let asked; // the cell with the guess, above the prediction
@@ -52,7 +55,8 @@ function handout(text, cells, explained, language, styles, address) {
     if (guess) asked = guess;
     if (!predicts) continue;
     predicted.push(predicts);
-    if (untried && asked) asked.replaceWith(make(page, "div", [`${predicts} `, ...inBoth(page, "span", GUESS)], { className: "hooklab-line" }));
+    const line = [`${predicts} `, ...inBoth(page, "span", GUESS)];
+    if (untried && asked) asked.replaceWith(make(page, "div", line, { className: "hooklab-line" }));
     asked = undefined;
   }
 
@@ -89,7 +93,8 @@ export function printHandouts(app, tracker, language, styles, { Printing, Server
     const fetch = async (...request) => {
       const answer = await ask(...request);
       if (!answer.ok) return answer;
-      return new Response(handout(await answer.text(), content.widgets, explained, language.current(), styles, at(`files/${path}`)));
+      const text = await answer.text();
+      return new Response(handout(text, content.widgets, explained, language.current(), styles, at(`files/${path}`)));
     };
     await Printing.printURL(at(`nbconvert/html/${path}?download=false`), { ...serverSettings, fetch });
   }
