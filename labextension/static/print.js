@@ -60,7 +60,7 @@ function handout(text, cells, explained, language, styles, address) {
     asked = undefined;
   }
 
-  page.querySelectorAll(".celltag_solution, .celltag_lab-only, .anchor-link").forEach((node) => node.remove());
+  page.querySelectorAll(".celltag_solution, .celltag_lab-only, .anchor-link, script").forEach((node) => node.remove());
   page.querySelectorAll("details").forEach((node) => (node.open = true));
   splitHeadings(page);
   const known = predicted.filter((name) => explained[name]);
