@@ -20,7 +20,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 import slides  # noqa: E402
-
 from hooklab.export import LANGUAGES  # noqa: E402
 
 TARGET = Path(os.environ.get("SLIDES_BUILD", ROOT / "slides"))

@@ -1,6 +1,7 @@
-"""The progress panel's questions to the server: what the course consists of, what is done, and begin again."""
+"""What JupyterLab asks the server: what the course consists of, what is done, begin again; and what a handout explains."""
 
 import json
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ class Progress(APIHandler):
         self.finish()
 
 
+class Explanations(APIHandler):
+    """GET: {prediction: {"zh": …, "en": …}} of the notebook with this number."""
+
+    @authenticated
+    def get(self, number: str) -> None:
+        """What is said after each guess, right or wrong."""
+        found = {}
+        for path in (COURSE / "checks").glob(f"n{number}_*.toml"):
+            for name, words in tomllib.loads(path.read_text(encoding="utf-8")).items():
+                if "zh" in words:  # an exercise has words for each answer
+                    found[name] = {"zh": words["zh"], "en": words["en"]}
+        self.finish(found)
+
+
 def _load_jupyter_server_extension(server: Any) -> None:
-    address = url_path_join(server.web_app.settings["base_url"], "hooklab", "progress")
-    server.web_app.add_handlers(".*$", [(address, Progress)])
+    base = url_path_join(server.web_app.settings["base_url"], "hooklab")
+    handlers = [(f"{base}/progress", Progress), (rf"{base}/explanations/(\d\d)", Explanations)]
+    server.web_app.add_handlers(".*$", handlers)

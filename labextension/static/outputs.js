@@ -38,13 +38,16 @@ export function foldOutputs(app, palette, tracker, { NotebookActions }, storage)
     panel.content.widgets.some(({ model }) =>
       model.type === "code" && model.sharedModel.getSource().includes("lesson.start()"));
 
+  function refold(panel, before = haveRun(panel)) {
+    for (const cell of panel.content.widgets) {
+      if (cell.model.type === "code") (cell.model.outputs.length > 0 && !before.has(cell.model.id) ? fold : unfold)(cell);
+    }
+  }
+
   function begin(panel) {
     if (!isCourse(panel)) return;
     panel.content.addClass("hooklab-course");
-    const before = haveRun(panel);
-    for (const cell of panel.content.widgets) {
-      if (cell.model.type === "code" && cell.model.outputs.length > 0 && !before.has(cell.model.id)) fold(cell);
-    }
+    refold(panel);
   }
 
   const whenOpen = (panel) => panel.context.ready.then(() => panel.revealed).then(() => begin(panel));
@@ -79,4 +82,7 @@ export function foldOutputs(app, palette, tracker, { NotebookActions }, storage)
     });
     palette?.addItem({ command, category: CATEGORY });
   }
+
+  // For the presenter's mode: only what has run in front of the class counts, and afterwards what has run at all.
+  return (panel, before) => (before || isCourse(panel) ? refold(panel, before) : panel.content.widgets.forEach(unfold));
 }

@@ -1,5 +1,6 @@
 // The language switch: 中文, English or both, in every notebook at once. And pictures for those who only read.
-// Beside it: outputs.js folds what has not run yet, progress.js shows how far one has come.
+// Beside it: outputs.js folds what has not run yet, progress.js shows how far one has come, presenter.js is for a class,
+// print.js for paper.
 //
 // JupyterLab (and Notebook 7) runs this file as it stands, there is no build step. A prebuilt extension is an
 // object in window._JUPYTERLAB: init() receives the modules that JupyterLab shares, get() hands over the plugin.
@@ -97,22 +98,6 @@
     if (place && place.language !== current) keep(place);
   }
 
-  // File > Print shows a page that the server made, in a frame: it knows neither the language nor the folder.
-  function translatePrinted(frame, app) {
-    const path = app.shell.currentWidget?.context?.path;
-    if (frame.localName !== "iframe" || !frame.srcdoc || path === undefined) return;
-    const page = new DOMParser().parseFromString(frame.srcdoc, "text/html");
-    if (!page.querySelector(".jp-Notebook")) return;
-    page.documentElement.dataset.hooklabLanguage = current;
-    const base = document.createElement("base");
-    const { contents, serverSettings } = app.serviceManager;
-    const parts = contents.localPath(path).split("/").map(encodeURIComponent);
-    base.href = new URL(`files/${parts.join("/")}`, serverSettings.baseUrl);
-    page.head.prepend(base);
-    page.head.append(style.cloneNode());
-    frame.srcdoc = `<!DOCTYPE html>${page.documentElement.outerHTML}`;
-  }
-
   // JupyterLab shows an SVG only once its cell has run here, and says nothing of it to a screen reader. Here it is
   // an <img>, as there, in which no script runs. The alt text of every picture is the sentence that came with it, or else
   // the first line of the text beside it in the output. A figure without a ground is given none: its lines need none.
@@ -173,12 +158,6 @@
 
     app.shell.currentChanged?.connect(comesToTheFront);
 
-    // In the moment in which the frame is hung up: JupyterLab waits for it to load, and prints it then.
-    new MutationObserver((changes) => {
-      const added = changes.flatMap(({ addedNodes }) => [...addedNodes]);
-      added.forEach((node) => translatePrinted(node, app));
-    }).observe(document.body, { childList: true });
-
     // Another tab of this browser chose a language.
     window.addEventListener("storage", ({ key }) => {
       if (key === KEY) {
@@ -221,7 +200,10 @@
       const [apputils, rendermime, notebook, widgets, services] = await Promise.all(
         ["@jupyterlab/apputils", "@jupyterlab/rendermime", "@jupyterlab/notebook", "@lumino/widgets", "@jupyterlab/services"].map(moduleOf),
       );
-      const [{ foldOutputs }, { showProgress }] = await Promise.all([import(beside("outputs.js")), import(beside("progress.js"))]);
+      const [{ foldOutputs }, { showProgress }, { addPresenter }, { printHandouts }] = await Promise.all(
+        ["outputs.js", "progress.js", "presenter.js", "print.js"].map((name) => import(beside(name))),
+      );
+      const language = { current: () => current, chosen: remembered, show };
       const plugin = (id, tokens, activate) => ({ id, autoStart: true, optional: tokens.filter(Boolean), activate });
       const plugins = [
         plugin("hooklab:plugin", [apputils.ICommandPalette], activate),
@@ -230,11 +212,13 @@
         }),
         plugin("hooklab:outputs", [apputils.ICommandPalette, notebook.INotebookTracker], (app, palette, tracker) => {
           if (!tracker) return;
-          foldOutputs(app, palette, tracker, notebook, storage);
+          const refold = foldOutputs(app, palette, tracker, notebook, storage);
+          printHandouts(app, tracker, language, ["style.css", "print.css"].map(beside), { ...apputils, ...services });
+          addPresenter(app, palette, tracker, language, storage, refold, { ...notebook, ...widgets, ...apputils });
           reachedByTab(tracker);
         }),
         plugin("hooklab:progress", [apputils.ICommandPalette], (app, palette) =>
-          showProgress(app, palette, () => current, widgets, services, notebook, apputils)),
+          showProgress(app, palette, language.current, widgets, services, notebook, apputils)),
       ];
       return () => ({ __esModule: true, default: plugins });
     },

@@ -8,9 +8,9 @@ from itertools import pairwise
 import nbformat
 import notebook_form
 import pytest
-import slides
 from shown_code import ShownCode
 
+import slides
 from hooklab import check
 
 FIRST = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
