@@ -19,7 +19,8 @@ from pygments.formatters import HtmlFormatter
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
-import slides  # noqa: E402
+import decks  # noqa: E402
+
 from hooklab.export import LANGUAGES  # noqa: E402
 
 TARGET = Path(os.environ.get("SLIDES_BUILD", ROOT / "slides"))
@@ -81,12 +82,12 @@ def write(target: Path, paths: list[Path], languages: list[str]) -> None:
     names, editions = {path.stem for path in paths}, []
     for language in languages:
         lang = LANGUAGES[language].language
-        decks = [slides.deck(path, language, names) for path in paths]
-        for deck in decks:
+        made = [decks.deck(path, language, names) for path in paths]
+        for deck in made:
             page = PAGES.get_template("deck.html").render(deck=deck, lang=lang)
             (target / f"{deck.name}.{language}.html").write_text(page, encoding="utf-8")
         editions.append(
-            {"name": language, "lang": lang, "decks": decks, "heading": HEADINGS[language], "hint": HINTS[language]}
+            {"name": language, "lang": lang, "decks": made, "heading": HEADINGS[language], "hint": HINTS[language]}
         )
     index = PAGES.get_template("index.html").render(editions=editions)
     (target / "index.html").write_text(index, encoding="utf-8")

@@ -5,12 +5,12 @@ import re
 import subprocess
 from itertools import pairwise
 
+import decks
 import nbformat
 import notebook_form
 import pytest
 from shown_code import ShownCode
 
-import slides
 from hooklab import check
 
 FIRST = notebook_form.NOTEBOOKS / "11_reading_gradients.ipynb"
@@ -29,7 +29,7 @@ def dense(text):
 
 
 def all_slides(path, language, names=frozenset()):
-    return [slide for column in slides.deck(path, language, names).columns for slide in column]
+    return [slide for column in decks.deck(path, language, names).columns for slide in column]
 
 
 @LANGUAGES
@@ -120,7 +120,7 @@ def test_what_a_teacher_wrote_is_on_the_slides_of_its_section_and_beside_its_que
     monkeypatch.setattr(slides, "NOTES", tmp_path)
     slides.notes.cache_clear()
     try:
-        columns = slides.deck(FIRST, "en", set()).columns
+        columns = decks.deck(FIRST, "en", set()).columns
     finally:
         slides.notes.cache_clear()
     said = {slide.id: plain(slide.notes) for column in columns for slide in column}
