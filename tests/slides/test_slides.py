@@ -117,12 +117,12 @@ def test_what_a_teacher_wrote_is_on_the_slides_of_its_section_and_beside_its_que
         "draw: {zh: 画三个圈, en: draw three circles}\n",
         encoding="utf-8",
     )
-    monkeypatch.setattr(slides, "NOTES", tmp_path)
-    slides.notes.cache_clear()
+    monkeypatch.setattr(decks, "NOTES", tmp_path)
+    decks.notes.cache_clear()
     try:
         columns = decks.deck(FIRST, "en", set()).columns
     finally:
-        slides.notes.cache_clear()
+        decks.notes.cache_clear()
     said = {slide.id: plain(slide.notes) for column in columns for slide in column}
     assert said["title"] == "drawthreecircles"
     (leaves,) = (column for column in columns if column[0].id == "leaves")
