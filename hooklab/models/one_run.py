@@ -89,7 +89,7 @@ class OneRun:
     def _watching(self) -> Iterator[AbstractContextManager]:
         yield self._installed()
         yield packing.installed(self._pack, packing.unhold)
-        if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.15
+        if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.14
             yield graph.node_creation_hook(self._on_node)
         if (mode := each_operation(self._operation)) is not None:
             # It takes long to import.

@@ -25,7 +25,7 @@ def _row(run: OneRun, module: nn.Module, names: list[str], first: str, backward:
     total, called = sum(size for size, _ in sizes), run.calls[first] > 0
     share = sum(size for size, trainable in sizes if trainable) / total if total else None
     counted = called and run.counts
-    # Before PyTorch 2.15 nothing tells which layer a Node of the backward pass belongs to.
+    # Before PyTorch 2.14 nothing tells which layer a Node of the backward pass belongs to.
     known = counted, counted and backward and (not first or hasattr(graph, "node_creation_hook"))
     numbers: list[int | None] = []
     for direction, is_known in zip((FORWARD, BACKWARD), known, strict=True):

@@ -18,7 +18,7 @@ class SavedTensor:
     """One tensor that an operation has saved for backward."""
 
     module: str  # the innermost module whose forward was running; empty outside the model
-    # The Node that saved it, "MulBackward0"; empty for the input of a checkpoint, and until backward before PyTorch 2.15.
+    # The Node that saved it, "MulBackward0"; empty for the input of a checkpoint, and until backward before PyTorch 2.14.
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Held:
         log.append((record, "saved"))
 
     def use(self) -> None:
-        """Backward has read the tensor: before PyTorch 2.15 this is where its Node is seen first."""
+        """Backward has read the tensor: before PyTorch 2.14 this is where its Node is seen first."""
         if not hasattr(graph, "node_creation_hook") and (node := saving_node()) is not None:
             self.record.operation = self.record.operation or node_name(node)
 

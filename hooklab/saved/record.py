@@ -128,7 +128,7 @@ class SavedTensors(Tabular, Sequence[SavedTensor]):
         self._storages.name_owners(owned(model))
         with ExitStack() as contexts:
             contexts.enter_context(packing.installed(*self._hooks(self._save)))
-            if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.15
+            if hasattr(graph, "node_creation_hook"):  # since PyTorch 2.14
                 contexts.enter_context(graph.node_creation_hook(self._on_node))
             if model is not None:
                 self._modules = ModuleStack(model, self._under_a_checkpoint)
