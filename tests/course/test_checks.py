@@ -504,8 +504,8 @@ def noted(given):
 
 
 DAMAGES = (other_modes, frozen, without_gradients, other_values, emptied)
-# This runs a backward of its own: afterwards nobody can tell whose gradients those were.
-RUN_BACKWARD = {"13.C"}
+# These run a backward pass of their own: afterwards nobody can tell whose gradients those were.
+RUN_BACKWARD = {"13.C", "47.A"}
 
 
 # Of a model that a damage has frozen.
