@@ -15,8 +15,8 @@ def _linears(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _pairs(each="n...o,n...i->noi", factor=len, clean=True, run=lambda model, x: model(x)):
-    """An answer that adds the calls up, right but for what is given."""
+def _pairs(product="n...o,n...i->noi", factor=len, clean=True, first_only=False):
+    """An answer that adds up the products of gradient and input of each call, right but for what is given."""
 
     def answer(model, loss_fn, x, y):
         sums, handles = {}, []
@@ -26,13 +26,15 @@ def _pairs(each="n...o,n...i->noi", factor=len, clean=True, run=lambda model, x:
                 a = args[0].detach()
 
                 def arrive(g):
-                    sums[name] = sums.get(name, 0) + factor(x) * torch.einsum(each, g, a)
+                    if not (first_only and name in sums):
+                        each = torch.einsum(product, g, a) if isinstance(product, str) else product(g, a)
+                        sums[name] = sums.get(name, 0) + factor(x) * each
 
                 output.register_hook(arrive)
 
             handles.append(module.register_forward_hook(add_up))
         try:
-            loss_fn(run(model, x), y).backward()
+            loss_fn(model(x), y).backward()
         finally:
             for handle in handles if clean else ():
                 handle.remove()
@@ -57,48 +59,10 @@ def one_place_each(model, loss_fn, x, y):
     return {name: len(x) * torch.einsum("n...o,n...i->noi", grads[name], inputs[name]) for name in inputs}
 
 
-def the_first_arrival_only(model, loss_fn, x, y):
-    """Only the pair of the last call."""
-    sums, handles = {}, []
-    for name, module in _linears(model).items():
-
-        def keep(module, args, output, name=name):
-            a = args[0].detach()
-
-            def arrive(g):
-                if name not in sums:
-                    sums[name] = len(x) * torch.einsum("n...o,n...i->noi", g, a)
-
-            output.register_hook(arrive)
-
-        handles.append(module.register_forward_hook(keep))
-    loss_fn(model(x), y).backward()
-    for handle in handles:
-        handle.remove()
-    return sums
-
-
 def _positions_apart(g, a):
     """Adds the positions up before the product."""
     g, a = (one.flatten(1, -2).sum(1) if one.dim() > 2 else one for one in (g, a))
     return torch.einsum("no,ni->noi", g, a)
-
-
-def positions_added_first(model, loss_fn, x, y):
-    sums, handles = {}, []
-    for name, module in _linears(model).items():
-
-        def add_up(module, args, output, name=name):
-            a = args[0].detach()
-            output.register_hook(lambda g: sums.update({name: sums.get(name, 0) + len(x) * _positions_apart(g, a)}))
-
-        handles.append(module.register_forward_hook(add_up))
-    try:
-        loss_fn(model(x), y).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sums
 
 
 _SUMS = {}
@@ -234,7 +198,7 @@ WRONG = {
         "mean": _pairs(factor=lambda x: 1),
         "twice_the_size": _pairs(factor=lambda x: len(x) ** 2),
         "last_call": one_place_each,
-        "positions": positions_added_first,
+        "positions": _pairs(_positions_apart),
         "wrong_grads": lambda *given: {name: one.flip(0) for name, one in weight_grads(*given).items()},
         "other_runs": one_at_a_time,
         "mode_changed": in_eval_mode,
@@ -267,7 +231,7 @@ WRONG = {
 }
 
 ALSO_WRONG = [
-    ("47.A", "last_call", the_first_arrival_only),
+    ("47.A", "last_call", _pairs(first_only=True)),
     ("47.B", "mode_changed", _ranked(_squares, restore=False)),
 ]
 
