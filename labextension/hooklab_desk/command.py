@@ -69,28 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     add("check", "这台机器缺什么", "what is missing on this machine")
     add("progress", "你做到了哪里", "what you have done so far")
     slides = add("slides", "生成幻灯片", "make slides")
-    slides.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help=SOME)
-    slides.add_argument(
-        "--language",
-        choices=LANGUAGES,
-        default="both",
-        help="幻灯片的语言，默认两种各一份 / the language of the slides, by default a deck in each",
-    )
     add("site", "把课程做成网站", "build the course as a website", "docs/site/build.py")
     assignments = add("assignments", "把练习做成 nbgrader 的作业", "make nbgrader assignments of the exercises")
-    assignments.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help=SOME)
     assignments.add_argument(
         "--folder",
         type=Path,
         default=ROOT / HOMEWORK,
         help=f"作业放在哪里 / where the assignments go ({HOMEWORK})",
     )
-    assignments.add_argument(
-        "--language",
-        choices=LANGUAGES,
-        default="both",
-        help="题目的语言，默认两种都有 / the language of the exercises, both by default",
-    )
+    for made in (slides, assignments):
+        made.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help=SOME)
+        made.add_argument("--language", choices=LANGUAGES, default="both", help="语言，默认两种都有 / both by default")
     return parser
 
 
