@@ -71,6 +71,10 @@ RULE_DAMAGES = {
         lambda notebook: replace(notebook, "where-twice", "x.grad =", "assert w.grad is not None\nx.grad ="),
         notebook_rules.guesses_come_first,
     ),
+    "a guess in one cell with other code": (
+        lambda notebook: replace(notebook, "where-guess", "guess = None", "names = []\nguess = None"),
+        notebook_rules.guesses_come_first,
+    ),
     "no way to the next notebook": (
         lambda notebook: replace(
             notebook, "title", " · Next: [12 Changing gradients](12_changing_gradients.ipynb)", ""

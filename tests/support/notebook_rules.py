@@ -263,9 +263,11 @@ def practice(notebook: Notebook) -> Iterator[str]:
 
 
 def guesses_come_first(notebook: Notebook) -> Iterator[str]:
-    """Between a guess and its answer no cell asserts: it would give the answer away."""
+    """A guess has a cell of its own; between it and its answer no cell asserts: that would give the answer away."""
     guessed = False
     for cell in notebook.code:
+        if "guess = None" in cell.source and not re.fullmatch(r"guess = None(  # .+)?", cell.source):
+            yield f"{cell.id}: a guess stands alone in its cell; move the other code above the question or below it"
         guessed = guessed or cell.source.startswith("guess = ")
         if guessed and re.search(r"^\s*assert\b", cell.source, re.MULTILINE):
             yield f"{cell.id}: asserts before the guess above is judged; move it below the cell with check.predict"
